@@ -54,6 +54,7 @@ class Machine:
         self.heads: dict[tuple[str, str], tuple[str, str]] = {}
         self.refused: set[int] = set()
         self.refused_targets: set[str] = set()
+        self.built: set[tuple[str, str]] = set()
         self.containers = 0
 
     def step(self) -> None:
@@ -100,6 +101,7 @@ class Machine:
                 *sorted(opcode_name(code) for code in self.refused),
                 *sorted(self.refused_targets),
             ),
+            built=frozenset(self.built),
             leftover=bool(self.stack or self.meta),
         )
 
@@ -396,6 +398,8 @@ def _build(machine: Machine) -> None:
     node: Node = machine.stack[-1]
     if node.kind not in CALLS:
         _refuse_target(machine, node.kind.value)
+    elif type(node.head) is Node and node.head.kind is Kind.GLOBAL:
+        machine.built.add(node.head.head)
     if node.states is None:
         node.states = []
     node.states.append(state)

@@ -87,7 +87,8 @@ class PickleTree:
     ones, in stream order. ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each
     FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
     ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
-    ``leftover``: values stay on the stack after STOP.
+    ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``: values stay on the stack
+    after STOP.
     """
 
     root: Any = field(repr=False)
@@ -100,6 +101,7 @@ class PickleTree:
     frames: tuple[tuple[int, int], ...] = field(repr=False)
     duplicated: frozenset[int]
     refused_opcodes: tuple[str, ...]
+    built: frozenset[tuple[str, str]]
     leftover: bool
 
 
@@ -158,6 +160,24 @@ def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> A
                 known[id(part)] = child(part, name)
             found = found if known[id(part)] is None else known[id(part)]
     return found
+
+
+def every_node(root: Any) -> Iterator[Node]:
+    """Yield every node that a value refers to, once, however deep: keys, arguments and states, too."""
+    met: set[int] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, Node | tuple) or type(value) is Text or id(value) in met:
+            continue
+        met.add(id(value))
+        if isinstance(value, tuple):
+            waiting += value
+            continue
+        yield value
+        waiting += (value.head, value.args)
+        for values in (value.items, value.entries, value.states):
+            waiting += values or ()
 
 
 class Visits:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, every_node, pairs
 from ckptfix.formats.tensor import DTYPE_BITS
 
 STORAGE_DTYPES = {
@@ -36,6 +36,9 @@ _MAX_WRAPPED = 8
 _MANY = 1 << 62
 _MAX_DIMENSIONS = 64  # of which torch can make a tensor; a million tensors can share one longer shape
 _MAX_KEY = 1024
+_WITH_STATE = {("torch._utils", "_rebuild_parameter_with_state"), ("torch._tensor", "_rebuild_from_type_v2")}
+_SETTERS = ("data", "real", "imag", "__class__")
+"""What torch's own attributes of a tensor are called that change its numbers when they are set."""
 _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 
 
@@ -74,8 +77,10 @@ class PickledStorage(NamedTuple):
 def storages(tree: PickleTree) -> dict[str, PickledStorage]:
     """Return every storage that the pickle refers to, by its key.
 
-    Raises FormatError for a persistent id that is none of torch's, or a key with two meanings.
+    Raises FormatError for a persistent id that is none of torch's, a key with two meanings, or a pickle that sets the
+    numbers of a tensor itself.
     """
+    _ensure_not_set(tree)
     found: dict[str, PickledStorage] = {}
     for node in tree.persistent:
         key, storage = read_storage(node)
@@ -84,6 +89,35 @@ def storages(tree: PickleTree) -> dict[str, PickledStorage]:
                 f"the storage {key!r:.80} is {found[key]} in one place and {storage} in another"
             )
     return found
+
+
+def _ensure_not_set(tree: PickleTree) -> None:
+    """Raise FormatError where the numbers of a tensor are set after it was made, as no torch writes it.
+
+    Loads would give these numbers, with ``weights_only``, too, and everything here those of the storage.
+    """
+    if not any(is_rebuild(*name) for name in tree.built):
+        if not _WITH_STATE & tree.globals.keys() or not any(text.value in _SETTERS for text in tree.texts):
+            return
+        if not tree.leftover and not any(map(_sets_numbers, every_node(tree.root))):
+            return
+    raise FormatError("the pickle gives a tensor other numbers than those of its storage after it was made")
+
+
+def _sets_numbers(node: Node) -> bool:
+    """Return whether a call makes a tensor with attributes that are not its own."""
+    head, args = node.head, node.args
+    is_made = node.kind is Kind.CALL and type(head) is Node and head.kind is Kind.GLOBAL
+    if not is_made or head.head not in _WITH_STATE:
+        return False
+    state = args[3] if type(args) is tuple and len(args) == 4 else ()
+    for part in state if type(state) is tuple and len(state) == 2 else (state,):
+        is_plain = type(part) is Node and part.kind is Kind.DICT
+        if part is not None and not is_plain:
+            return True
+        if any(type(key) is not Text or key.value in _SETTERS for key, _ in pairs(part)):
+            return True
+    return False
 
 
 def read_storage(node: Node) -> tuple[str, PickledStorage]:
@@ -118,7 +152,11 @@ def is_tensor(value: object) -> bool:
     head = value.head
     if type(head) is not Node or head.kind is not Kind.GLOBAL:
         return False
-    module, name = head.head
+    return is_rebuild(*head.head)
+
+
+def is_rebuild(module: str, name: str) -> bool:
+    """Return whether a global is one of torch's rebuild functions, known here or not."""
     return name.startswith("_rebuild_") and module in ("torch._utils", "torch._tensor")
 
 

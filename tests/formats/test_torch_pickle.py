@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -324,3 +324,56 @@ def test_numbers_that_are_still_to_be_conjugated_or_negated_are_opaque(tmp_path:
     (found,) = parsed(tmp_path, saved(lazy)).state_dicts
     assert [tensor.fqn for tensor in found.tensors] == ["plain"]
     assert found.opaque_keys == ("conjugated", "negated")
+
+
+class Made:
+    """A value that is pickled as a call, and a state for what the call returns."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+GOOD, OTHER = torch.ones(4), torch.zeros(4)
+REBUILD, ARGUMENTS = GOOD.__reduce_ex__(2)
+STORAGE_OF_OTHER = OTHER.__reduce_ex__(2)[1][0]
+WITH_STATE = torch._utils._rebuild_parameter_with_state
+FROM_TYPE = torch._tensor._rebuild_from_type_v2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Made(REBUILD, ARGUMENTS, (STORAGE_OF_OTHER, 0, torch.Size([4]), (1,))),
+        Made(FROM_TYPE, (REBUILD, torch.Tensor, ARGUMENTS, {"data": OTHER})),
+        Made(FROM_TYPE, (REBUILD, torch.nn.Parameter, ARGUMENTS, ({}, {"data": OTHER}))),
+        Made(WITH_STATE, (GOOD, False, OrderedDict(), {"data": OTHER})),
+        Made(REBUILD, (*ARGUMENTS[:5], Made(WITH_STATE, (GOOD, False, OrderedDict(), {"real": OTHER})))),
+        Made(WITH_STATE, (GOOD, False, OrderedDict(), Counter({"data": OTHER}))),
+    ],
+    ids=[
+        "state",
+        "data",
+        "data in slots",
+        "data of a parameter",
+        "real of another one in the storage",
+        "counter",
+    ],
+)
+def test_numbers_that_are_set_after_a_tensor_was_made_are_malformed(tmp_path: Path, value: object) -> None:
+    data = saved({"w": value, "good": GOOD})
+    path = tmp_path / "x.bin"
+    path.write_bytes(data)
+    assert torch.equal(torch.load(path)["w"], OTHER), "torch loads what is not in the storage"
+    with pytest.raises(FormatError, match="other numbers than those of its storage"):
+        storages(parsed(tmp_path, data).tree)
+
+
+def test_attributes_of_parameters_are_read_over(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.tensor_parallel = True
+    data = saved({"weight": weight, "data": {"real": 1}})
+    (found, *_) = parsed(tmp_path, data).state_dicts
+    assert [tensor.fqn for tensor in found.tensors] == ["weight"]
