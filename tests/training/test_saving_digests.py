@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from ckptfix import LoadPolicy, load_state_tolerant, repair, seal, verify
@@ -18,7 +20,7 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.loading.load_report import Requirement
 from ckptfix.training.saving import saved_digests
-from ckptfix.training.saving.save_state import _rank_of
+from ckptfix.training.saving.save_state import _rank_of, _Save
 from ckptfix.training.saving.saved_digests import SavedDigests, take_left
 from ckptfix.training.saving.staged_saves import _was_saved
 from ckptfix.verification.verify_report import Kind, Outcome
@@ -192,6 +194,29 @@ def test_processes_share_the_tensors_that_deepspeed_cuts(tmp_path: Path) -> None
     sealed = read_manifest(folder)
     assert sealed is not None
     assert (entry,) == sealed.models
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "expected"),
+    [
+        (DistributedType.FSDP, 999, [(999, 1024)]),
+        (DistributedType.DEEPSPEED, 31, [(31, 32)]),
+        (DistributedType.DEEPSPEED, 32, []),
+        (DistributedType.MULTI_CPU, 0, []),
+    ],
+)
+def test_of_1024_processes_few_read_the_files_of_all_ranks(
+    kind: DistributedType, rank: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed has no list of its tensors: a thousand processes would read a million files."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(SavedDigests, "hash_shared", lambda self, folder, *share: asked.append(share))
+    save = _Save.__new__(_Save)
+    save._digests = SavedDigests()
+    save._accelerator = SimpleNamespace(distributed_type=kind, process_index=rank, num_processes=1024)
+    save._hash_shared(Path("c"))
+    save.end()
+    assert asked == expected
 
 
 @pytest.mark.parametrize(

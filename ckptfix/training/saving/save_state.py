@@ -8,6 +8,7 @@ as one.
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
@@ -53,8 +54,10 @@ from ckptfix.training.saving.staged_saves import (
 
 WHAT = "save_state"
 
-_CUT = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-"""Strategies of which all processes write the tensors."""
+_SHARING = {DistributedType.FSDP: sys.maxsize, DistributedType.DEEPSPEED: 32}
+"""How many processes hash the tensors that all of them write. With DeepSpeed each of these reads the files of all ranks
+to find them: it has no list.
+"""
 
 
 def save_state(
@@ -223,8 +226,9 @@ class _Save:
 
     def _hash_shared(self, folder: Path) -> None:
         accelerator = self._accelerator
-        if self._digests is not None and accelerator.distributed_type in _CUT:
-            self._digests.hash_shared(folder, accelerator.process_index, accelerator.num_processes)
+        count = min(accelerator.num_processes, _SHARING.get(accelerator.distributed_type, 0))
+        if self._digests is not None and accelerator.process_index < count:
+            self._digests.hash_shared(folder, accelerator.process_index, count)
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
         if self._accelerator.is_local_main_process:
