@@ -13,7 +13,7 @@ from ckptfix.errors import UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
-from ckptfix.storage.paths import existing, shell_path
+from ckptfix.storage.paths import JOURNAL, existing, shell_path
 
 _SHARED = ("check", "diff", "migrate", "seal", "verify")
 """Verbs that have shares: a folder of results names one of them, and never a command of its own making."""
@@ -49,6 +49,16 @@ def merge_command(path: str, report: Report) -> int:
         raise UsageError(
             f"{path} holds no results of shares; next: ckptfix seal {shell_path(Path(path))} --shard 0/2"
         )
+    if request.version:
+        raise UsageError(
+            f"{results.folder} holds results of another ckptfix: {request}; next: merge them with that version, or "
+            f"begin again: rm -r {shell_path(results.folder)}"
+        )
+    if results.folder.parent.name == JOURNAL and not _is_of(request, results.folder.parent.parent):
+        raise UsageError(
+            f"{results.folder} holds results of another folder than this one, which was copied or renamed since: "
+            f"{request}; next: rm -r {shell_path(results.folder)}, and start every share again"
+        )
     if request.verb not in _SHARED:
         raise UsageError(
             f"{results.folder}: {request.verb!r} has no shares to merge; next: {request.command} --partial "
@@ -69,6 +79,14 @@ def merge_command(path: str, report: Report) -> int:
     if status in (0, 1):
         results.remove()
     return status
+
+
+def _is_of(request: Request, checkpoint: Path) -> bool:
+    """Return whether a request is a seal of this checkpoint: only that one keeps its results there."""
+    paths = request.params.get("paths")
+    if request.verb != "seal" or not isinstance(paths, list) or len(paths) != 1:
+        return False
+    return os.path.realpath(Path(request.directory, str(paths[0]))) == os.path.realpath(checkpoint)
 
 
 def _command(request: Request, folder: Path, share: str, here: str) -> str:

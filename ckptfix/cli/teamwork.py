@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,8 @@ def run_shared(
             f"--partial {shell_path(partial)}: expected a folder of this machine for the results"
         )
     folder = Path(partial) if partial is not None else None
+    if folder is not None:
+        _ensure_outside(folder, verb, _paths(params))
     if folder is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0]):
         folder = default_folder(Path(paths[0]))  # the only verb that writes into a checkpoint anyway
     if shard is not None:
@@ -98,6 +100,19 @@ def run_shared(
         return _finish(results, team, begun, lambda: _ensure_alike(team, verb, params))
     except TeamError as error:
         raise TeamError(_with_next(error)) from error
+
+
+def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
+    """Raise UsageError for results in a folder that the verb works on: they would be sealed, copied or missed there."""
+    real = os.path.realpath(folder)
+    for path in paths:
+        if verb == "seal" and real == os.path.realpath(default_folder(path)):
+            continue
+        if os.path.commonpath([real, root := os.path.realpath(path)]) == root:
+            raise UsageError(
+                f"--partial {shell_path(folder)} lies in {shell_path(path)}, where its files would count as those of a "
+                "checkpoint; next: name a folder elsewhere"
+            )
 
 
 def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], int], unfit: str) -> int:

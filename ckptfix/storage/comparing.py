@@ -175,7 +175,7 @@ def _identity(fd: int) -> Identity:
     name = ""
     with suppress(OSError):  # no /proc
         name = os.readlink(f"/proc/self/fd/{fd}")
-    return Identity(name, status.st_size, status.st_mtime_ns, status.st_ino)
+    return Identity(name, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 def same_bytes_without_reading(file_a: FileReader, file_b: FileReader, runs: Sequence[Run]) -> bool:

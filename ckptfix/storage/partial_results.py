@@ -1,7 +1,7 @@
 """Results of units of work that outlive their process, from which the next run goes on, and ``merge`` ends the work.
 
 A folder holds one file of JSON lines for each process that worked, so that no two write to one file. A unit goes by its
-key and by the identity of its files, not by the number of processes. A line that was cut short is ignored.
+key and by the identity of its files, not by the number of processes. A line that was cut short or changed is ignored.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import threading
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -22,7 +23,7 @@ from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.staged import write_file
 from ckptfix.wording import shown
 
-VERSION = 1
+FORMAT = 1
 _REQUEST = "request.json"
 _SUFFIX = ".results.jsonl"
 _RESULTS = re.compile(rf".+-[0-9]+-[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
@@ -34,13 +35,16 @@ _SYNCED_AFTER = 1 << 30
 class Identity(NamedTuple):
     """A file as a unit of work needs it: another size, time or inode is another file, and another unit.
 
-    Of an object in a store the ETag decides.
+    ``changed_ns``: the time of the last change of any kind, which nobody can set: ``cp -p`` over a damaged file leaves
+    the name, the size and the inode, and gives it the time that the file had before. Of an object in a store the ETag
+    decides.
     """
 
     name: str
     size: int
     mtime_ns: int
     inode: int
+    changed_ns: int = 0
 
 
 class Unit(NamedTuple):
@@ -70,7 +74,8 @@ class Units:
     def _identity(self, path: Path) -> Identity:
         if path not in self._known:
             name, inode = shown(str(path)), 0
-            if name != str(path):  # an object in a store, whose image each process has for itself
+            is_object = name != str(path)
+            if is_object:  # of a store, whose image each process has for itself
                 from ckptfix.storage.images import info_at
 
                 info = info_at(path)
@@ -80,7 +85,13 @@ class Units:
             except OSError:
                 self._known[path] = Identity(name, -1, 0, inode)
             else:
-                self._known[path] = Identity(name, status.st_size, status.st_mtime_ns, inode or status.st_ino)
+                self._known[path] = Identity(
+                    name,
+                    status.st_size,
+                    status.st_mtime_ns,
+                    inode or status.st_ino,
+                    0 if is_object else status.st_ctime_ns,
+                )
         return self._known[path]
 
 
@@ -103,7 +114,7 @@ class Request(NamedTuple):
     """The command whose results a folder holds: verb, its parameters, and the working directory for the paths in them.
 
     ``shares``: their number, 0 for processes that gather their results themselves. ``words``: what to paste after
-    ``ckptfix VERB`` for these parameters.
+    ``ckptfix VERB`` for these parameters. ``version``: "" for this ckptfix; another one may look for other things.
     """
 
     verb: str
@@ -111,19 +122,31 @@ class Request(NamedTuple):
     directory: str
     shares: int
     words: Sequence[str] = ()
+    version: str = ""
 
     def is_same(self, other: "Request") -> bool:
         """Return whether the results of one are those of the other; the number of shares does not matter."""
-        mine, theirs = (json.dumps([*one[:3]], sort_keys=True) for one in (self, other))
+        mine, theirs = (json.dumps([*one[:3], one.version], sort_keys=True) for one in (self, other))
         return mine == theirs
 
     def __str__(self) -> str:
-        return f"{self.command} in {self.directory}"
+        by = f" by version {self.version} (this is {own_version()})" if self.version else ""
+        return f"{self.command} in {self.directory}{by}"
 
     @property
     def command(self) -> str:
         """The command to paste, in its working directory."""
         return shlex.join(["ckptfix", self.verb, *self.words])
+
+
+def own_version() -> str:
+    """Return the version of this ckptfix, "unknown" for one that runs from a folder and was never installed."""
+    from importlib.metadata import PackageNotFoundError, version  # it takes long, and most runs do without
+
+    try:
+        return version("ckptfix")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class Known(NamedTuple):
@@ -151,12 +174,14 @@ class PartialResults:
         """Return the command that the results are of; None when there are none. Raises OperationError, OSError."""
         try:
             document = json.loads((self.folder / _REQUEST).read_bytes())
-            if document["version"] != VERSION:
+            if document["format"] != FORMAT:
                 raise OperationError(
                     f"{self.folder}: partial results of another version of ckptfix; "
                     "next: name another folder with --partial"
                 )
             request = Request(*(document[key] for key in Request._fields))
+            if request.version == own_version():
+                request = request._replace(version="")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -178,7 +203,7 @@ class PartialResults:
         if old is not None and old.is_same(request) and old.shares == request.shares:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        document = {"version": VERSION, **request._asdict()}
+        document = {"format": FORMAT, **request._asdict(), "version": request.version or own_version()}
         write_file(self.folder / _REQUEST, json.dumps(document, indent=1).encode() + b"\n")
 
     def known(self, what: str, units: Sequence[Unit]) -> dict[int, Known]:
@@ -196,14 +221,14 @@ class PartialResults:
 
     def add(self, what: str, unit: Unit, result: Any, *, is_final: bool) -> None:
         """Add a result, from any thread; a process that is killed after this has not worked in vain."""
-        line = json.dumps([_name(what, unit), result, is_final]) + "\n"
+        line = json.dumps([_name(what, unit), result, is_final])
         with self._lock:
             if self._fd is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 name = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self.folder / name, flags, 0o666)
-            data = line.encode()
+            data = f"{line}\t{zlib.crc32(line.encode()):08x}\n".encode()
             while data:
                 data = data[os.write(self._fd, data) :]
             self._unsynced += unit.size
@@ -249,11 +274,11 @@ class PartialResults:
                 continue
             with open(self.folder / name, "rb") as file:
                 for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # cut short when its process was killed
-                    with suppress(ValueError, TypeError):
-                        unit, result, is_final = json.loads(line)
-                        yield str(unit), Known(result, bool(is_final))
+                    # Cut short when its process was killed, zeros after a loss of power, or a flipped bit.
+                    data, _, crc = line.rpartition(b"\t")
+                    if crc == f"{zlib.crc32(data):08x}\n".encode():
+                        unit, result, is_final = json.loads(data)
+                        yield unit, Known(result, is_final)
 
 
 def _name(what: str, unit: Unit) -> str:

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -53,22 +54,24 @@ class FolderStore:
 rank, units, how, store, *arguments = sys.argv[1:]
 add = PartialResults.add
 done = 0
+one_by_one = threading.Lock()
 
 
 def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
     """Add a result, or end."""
     global done
-    if os.environ["RANK"] == rank:
-        if done == int(units):
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if how == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if how == "error":
-                raise OSError(errno.EIO, "Input/output error", "model.safetensors")
-        done += 1
-    time.sleep(0.02)  # both ranks are at work when one of them ends
-    add(self, *given, **options)
+    with one_by_one:  # a result that another thread is about to add would be lost, too
+        if os.environ["RANK"] == rank:
+            if done == int(units):
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if how == "error":
+                    raise OSError(errno.EIO, "Input/output error", "model.safetensors")
+            done += 1
+        time.sleep(0.02)  # both ranks are at work when one of them ends
+        add(self, *given, **options)
 
 
 if how == "error-in-files":

@@ -261,7 +261,8 @@ def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
     noted = [
         line for path in (tmp_path / "partial").glob("*.jsonl") for line in path.read_text().splitlines()
     ]
-    kept = {(staging / "new" / json.loads(line)[1]["file"]).stat().st_ino for line in noted}
+    files = [json.loads(line.partition("\t")[0])[1]["file"] for line in noted]
+    kept = {(staging / "new" / file).stat().st_ino for file in files}
     assert len(kept) == len(noted) >= units
     assert run("check", source).returncode == 0  # nothing sweeps the folder away
     resumed = run(*command)
@@ -665,6 +666,39 @@ def test_results_go_into_a_folder_of_this_machine(tmp_path: Path, partial: str) 
     assert refused.returncode == 2
     assert "expected a folder of this machine" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("below", ["", "partial", "link"])
+def test_results_do_not_go_into_the_checkpoint(tmp_path: Path, below: str) -> None:
+    """There they would be sealed with it, and be missed by the next verify: they are removed in the end."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "link").symlink_to(folder)
+    partial = tmp_path / "link" / "partial" if below == "link" else folder / below
+    before = sorted(folder.iterdir())
+    for verb in (("seal", folder), ("migrate", folder, tmp_path / "new", *MIGRATE)):
+        refused = run(*verb, "--partial", partial)
+        assert refused.returncode == 2, refused.stdout
+        assert f"--partial {partial} lies in {folder}, where its files would count" in refused.stderr
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_copy_of_a_checkpoint_is_not_merged_with_results_of_the_other(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    assert run("seal", folder, "--shard", "0/1").returncode == 0
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    refused = run("merge", copy)
+    assert refused.returncode == 2, refused.stdout
+    assert f"which was copied or renamed since: ckptfix seal {folder} in " in refused.stderr
+    assert f"; next: rm -r {copy}/.ckptfix/partial, and start every share again" in refused.stderr
+    request = folder / ".ckptfix" / "partial" / "request.json"
+    mine = request.read_text()
+    request.write_text(json.dumps({**json.loads(mine), "version": "0.4.9"}))
+    older = run("merge", folder)
+    assert older.returncode == 2
+    assert "by version 0.4.9 (this is " in older.stderr
+    assert not (folder / MANIFEST).exists()
+    request.write_text(mine)
+    assert run("merge", folder).returncode == 0
 
 
 def test_shares_are_merged_from_any_folder_by_the_command_that_each_needs(

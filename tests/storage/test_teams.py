@@ -1,6 +1,7 @@
 """The plan is balanced and the same everywhere; a failure ends all within seconds; results outlive their process."""
 
 import json
+import os
 import random
 import threading
 import time
@@ -369,16 +370,30 @@ def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
         assert {number: one.result for number, one in known.items()} == dict(enumerate(range(whole)))
     path.write_bytes(data[:80] + bytes(500) + b"\n")  # as a file system leaves it after a loss of power
     assert PartialResults(tmp_path).known("a", units).keys() <= {0}
+    path.write_bytes(data.replace(b", 1, ", b", 7, "))  # another number, and the JSON is as good as it was
+    assert PartialResults(tmp_path).known("a", units).keys() == {0, 2}
 
 
 def test_a_unit_of_a_file_that_changed_is_another_unit(tmp_path: Path) -> None:
     results, unit = PartialResults(tmp_path), Unit("key", 5, (Identity("file", 1, 2, 3),))
     results.add("a", unit, "old", is_final=True)
     assert results.known("a", [unit])[0].result == "old"
-    for change in ({"size": 9}, {"mtime_ns": 9}, {"inode": 9}, {"name": "other"}):
+    for change in ({"size": 9}, {"mtime_ns": 9}, {"inode": 9}, {"changed_ns": 9}, {"name": "other"}):
         assert not results.known("a", [unit._replace(files=(unit.files[0]._replace(**change),))])
     assert not results.known("b", [unit])
     assert not results.known("a", [unit._replace(key="other")])
+
+
+def test_a_file_that_was_copied_over_with_its_time_is_another_unit(tmp_path: Path) -> None:
+    """As ``cp -p`` of a backup over a damaged file does: name, size, time and inode are those of before."""
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    before, status = Units().of(path, 5), path.stat()
+    path.write_bytes(b"54321")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = Units().of(path, 5)
+    assert after.files[0][:4] == before.files[0][:4]
+    assert after != before
 
 
 def test_units_name_files_by_what_they_are(tmp_path: Path) -> None:
@@ -394,6 +409,9 @@ def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
     PartialResults(tmp_path / "partial").begin(request._replace(shares=3))
     with pytest.raises(OperationError, match=r"another command: ckptfix seal a in /;.*rm -r"):
         PartialResults(tmp_path / "partial").begin(request._replace(params={"paths": ["b"], "force": False}))
+    PartialResults(tmp_path / "older").begin(request._replace(version="0.4.9"))
+    with pytest.raises(OperationError, match=r"seal a in / by version 0\.4\.9 \(this is "):
+        PartialResults(tmp_path / "older").begin(request)
     for name in ("mine.txt", "mine.results.jsonl"):
         (tmp_path / "partial" / name).write_text("stays")
     PartialResults(tmp_path / "partial").remove()
