@@ -2,7 +2,8 @@
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,8 @@ def run_shared(
     """
     global _remedy
     place = _launched()
+    if place is None and shard is None and not unfit and not report.quiet:
+        _say_alone()
     if shard is None and partial is None and place is None:
         return work()
     if unfit:
@@ -201,7 +204,7 @@ def _finish(
     prepare: Callable[[], object] = lambda: None,
 ) -> int:  # fmt: skip
     try:
-        with teams.working_in(team):
+        with _kept_after_an_interrupt(results), teams.working_in(team):
             with teams.as_one():
                 prepare()
             with teams.as_one():
@@ -233,7 +236,7 @@ def _run_share(
     team = teams.LoneShare(share, results)
     printing.mute()
     try:
-        with teams.working_in(team):
+        with _kept_after_an_interrupt(results), teams.working_in(team):
             work()
     finally:
         printing.unmute()
@@ -300,6 +303,31 @@ def _launched() -> Any:
     from ckptfix.training.rendezvous import launched
 
     return launched(os.environ)
+
+
+def _say_alone() -> None:
+    """Say that a process works alone though a launcher started several: a shell script may be between the two."""
+    if not any(name in os.environ for name in _PLACES):
+        return
+    from ckptfix.training.rendezvous import SWITCH, left_alone
+
+    if (place := left_alone(os.environ)) is not None:
+        _say(
+            f"works alone, as the process that started it has the same rank ({place.rank} of {place.total}); "
+            f"for {place.total} processes that share the work: export {SWITCH}=1; for one: export {SWITCH}=0"
+        )
+
+
+@contextmanager
+def _kept_after_an_interrupt(results: PartialResults | None) -> Iterator[None]:
+    """Say after an interrupt of a verb that only reads what the next run does with the results."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if results is None:
+            raise
+        words = "interrupted: nothing was changed; the same command goes on from what was read"
+        raise printing.Interrupted(words) from None
 
 
 def _timeout() -> float:

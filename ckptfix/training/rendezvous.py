@@ -49,6 +49,13 @@ def launched(variables: Mapping[str, str]) -> Launched | None:
     return found if switch == "1" or not _is_inherited(variables) else None
 
 
+def left_alone(variables: Mapping[str, str]) -> Launched | None:
+    """Return the place that this process has in its variables, and left to its parent; None for any other process."""
+    found = _of_torch(variables) or _of_slurm(variables)
+    is_asked = variables.get(SWITCH, "") != ""
+    return found if found and found.total > 1 and not is_asked and _is_inherited(variables) else None
+
+
 def join(place: Launched, timeout: float) -> Store:
     """Connect to the store that all of them see. Raises TeamError when that takes longer than ``timeout`` seconds."""
     os.environ.setdefault(

@@ -19,7 +19,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.storage.paths import JOURNAL, OF_FILES, SIGNED, command, existing
+from ckptfix.storage.paths import JOURNAL, OF_FILES, SIGNED, command, existing, shell_path
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import named_results
@@ -125,7 +125,12 @@ def gather(
         told += listed.not_checked(str(path))
         attestations.append(Attestation(path=path, kind=_SUMS))
         if not listed.digests:
-            raise UsageError(f"{path} has no sha256 of a file in {target.root}")
+            is_inside = path.absolute().is_relative_to(target.root.absolute())
+            move = f"; next, if it was made in {target.root}: mv {shell_path(path)} {shell_path(target.root)}"
+            raise UsageError(
+                f"{path} has no sha256 of a file in {target.root}: its paths count from the folder of the list"
+                f"{'' if is_inside else move}"
+            )
     return Evidence(
         files=_alone(files, target, attestations) if files is not None else None,
         tensors=tensors,

@@ -123,13 +123,14 @@ class SealReceipt(Printable, Serialized):
         yield from (line(f"not sealed: {words}") for words in self.special)
         if self.transaction is not None:
             yield line(f"to undo this, before any earlier repair: {command('undo', self.path)}")
-        yield line(f"next: {command('verify', self.path)}")
-        if self.statements:
-            option = "--signature" if self.signed_by else "--oms"
-            files = [part for name in self.statements for part in (option, str(self.path / name))]
-            yield line(
-                f"or, without the manifest: {command('verify', self.path, '', *files)} {self.trust}".strip()
-            )
+        option = "--signature" if self.signed_by else "--oms"
+        files = [part for name in self.statements for part in (option, str(self.path / name))]
+        by_statements = f"{command('verify', self.path, '', *files)} {self.trust}".strip()
+        yield line(f"next: {by_statements if self.signed_by else command('verify', self.path)}")
+        if self.signed_by:
+            yield line(f"or, without verifying who signed: {command('verify', self.path)}")
+        elif self.statements:
+            yield line(f"or, without the manifest: {by_statements}")
 
     def _mend(self) -> str:
         """Return the command that mends what is in the way of a seal, or shows it."""

@@ -161,6 +161,9 @@ class Signing(Protocol):
         """Return a bundle for each statement."""
 
 
+_NEW_KEY = "next, to make a key: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+
+
 class KeySigning:
     """Signs with a local key on one of the curves that OpenSSF Model Signing knows."""
 
@@ -177,8 +180,10 @@ class KeySigning:
         try:
             key = serialization.load_pem_private_key(data, passphrase if _is_encrypted(data) else None)
         except Exception:  # of several kinds; none may show a part of the key
-            why = "or the passphrase is wrong" if _is_encrypted(data) else "expected one in PEM"
-            raise UsageError(f"{path}: not a private key, {why}") from None
+            if _is_encrypted(data):
+                raise UsageError(f"{path}: not a private key, or the passphrase is wrong") from None
+            found = ", found a public key" if b"BEGIN PUBLIC KEY" in data else ""
+            raise UsageError(f"{path}: expected a private key in PEM{found}; {_NEW_KEY}") from None
         _ensure_curve(key, path)
         self._key = key
         self._hint = fingerprint(key.public_key())

@@ -113,6 +113,8 @@ def verify(
         items, hashed = tuple(compare(compared, recorded, done)), done
         lost = tuple(_lost(compared, recorded, data=data))
         told, crossed = evidence.not_checked, ""
+        if not is_attested:
+            told = (*told, *_unverified_signatures(target))
         if isinstance(recorded, Attested):
             items, crossed = (*items, *recorded.added), recorded.crossed
             told = (*told, *_own_folders(contents, evidence))
@@ -159,6 +161,15 @@ def _own_folders(contents: Contents, evidence: Evidence) -> Iterator[str]:
         yield f"{JOURNAL}, the folder of ckptfix itself, which no loader reads"
     elif folders:
         yield f"{list_names(folders)}: folders of ckptfix itself, which no loader reads"
+
+
+def _unverified_signatures(target: Target) -> Iterator[str]:
+    """Yield in words that the signatures in a folder were not verified."""
+    names = [name for name in SIGNED if target.only is None and (target.root / name).is_file()]
+    if names:
+        parts = [part for name in names for part in ("--signature", str(target.root / name))]
+        verifies = command("verify", target.root, "", *parts, "--key", "PUBLIC_KEY")
+        yield f"who signed {' and '.join(names)}; {verifies}"
 
 
 def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[str, ...]) -> Iterator[str]:

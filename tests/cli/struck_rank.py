@@ -1,7 +1,7 @@
 """``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
 
-HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``stop-in-repair``, ``error`` (of the disk), ``error-in-files``,
-``error-in-uploads``, ``none``.
+HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error`` (of the disk),
+``error-in-files``, ``error-in-uploads``, ``none``.
 STORE: a folder that is the store of the team, so that its processes start without torch; ``torch`` for torch's.
 """
 
@@ -67,6 +67,8 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
+                if how == "interrupt":
+                    raise KeyboardInterrupt
                 if how == "error":
                     raise OSError(errno.EIO, "Input/output error", "model.safetensors")
             done += 1

@@ -357,6 +357,18 @@ def test_a_migration_in_one_process_goes_on_after_an_error_of_the_disk(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
 
 
+def test_after_ctrl_c_a_verb_that_reads_says_that_it_goes_on(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    command = ("verify", "--data", pair[0], "--partial", tmp_path / "partial")
+    script = [sys.executable, STRUCK, "0", "3", "interrupt", "none", *map(str, command)]
+    env = variables(RANK="0", CKPTFIX_TEAM="0")
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert ended.returncode == 130
+    assert ended.stderr.endswith(
+        "interrupted: nothing was changed; the same command goes on from what was read\n"
+    )
+    assert "resuming: 3 of " in run(*command).stderr
+
+
 def strikes() -> Sequence[tuple[int, int]]:
     """Return ranks, and after how many of their nine units or so each is struck."""
     if is_exhaustive():
@@ -648,7 +660,12 @@ def test_a_child_of_a_rank_works_alone(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60, check=False, env=variables(**place),
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
-    assert run("check", folder, **place, CKPTFIX_TEAM="0").returncode == 0
+    assert child.stderr == (
+        "ckptfix: works alone, as the process that started it has the same rank (0 of 2); for 2 processes that share "
+        "the work: export CKPTFIX_TEAM=1; for one: export CKPTFIX_TEAM=0\n"
+    )
+    alone = run("check", folder, **place, CKPTFIX_TEAM="0")
+    assert (alone.returncode, alone.stderr) == (0, "")
     refused = run("check", folder, CKPTFIX_TEAM="maybe", **place)
     assert (refused.returncode, refused.stderr) == (2, "ckptfix: CKPTFIX_TEAM=maybe: expected 1 or 0\n")
 

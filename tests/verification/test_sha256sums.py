@@ -185,8 +185,17 @@ def test_a_list_about_other_files_verifies_nothing(tmp_path: Path) -> None:
     sums.write_text(f"{OTHER}  ../outside\n")
     assert verify(tmp_path).status == 1  # it is not even taken for the list of this checkpoint
     assert "there is no manifest" in str(verify(tmp_path))
-    with pytest.raises(UsageError, match=r"SHA256SUMS has no sha256 of a file in"):
+    with pytest.raises(UsageError, match=r"SHA256SUMS has no sha256 of a file in .*the folder of the list$"):
         verify(tmp_path, sha256sums=[sums])
+
+
+def test_a_list_that_was_made_inside_and_lies_elsewhere_leads_on(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    KINDS["safetensors"](folder)
+    sums = listed(folder).rename(tmp_path / "model.sums")
+    with pytest.raises(UsageError, match=f"next, if it was made in {folder}: mv {sums} {folder}$"):
+        verify(folder, sha256sums=[sums])
 
 
 def test_a_list_without_the_weights_is_not_taken_by_itself(tmp_path: Path) -> None:

@@ -457,7 +457,9 @@ def test_what_is_not_a_key_is_said_without_showing_it(tmp_path: Path, keys: Keys
         UsageError, match="expected a key on the curve P-256, P-384 or P-521, found another kind"
     ):
         KeySigning(odd)
-    with pytest.raises(UsageError, match="not a private key, expected one in PEM"):
+    with pytest.raises(
+        UsageError, match="expected a private key in PEM, found a public key; next, to make a key: openssl"
+    ):
         KeySigning(keys.public)
     for path in (keys.private, odd, folder / "model.safetensors"):
         with pytest.raises(UsageError, match="not a public key in PEM; next: openssl pkey") as raised:
@@ -655,6 +657,28 @@ def test_without_a_network_sigstore_says_so(tmp_path: Path, monkeypatch: pytest.
     odd.write_text("{}")
     with pytest.raises(UsageError, match="not a trust configuration of Sigstore"):
         SigstoreSigning(odd)
+
+
+def test_a_seal_that_signs_leads_to_its_signatures_and_a_verify_by_the_manifest_says_that_it_read_none(
+    tmp_path: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    KINDS["safetensors"](folder)
+    assert run(["seal", str(folder), "--sign", str(keys.private)]) == 0
+    options = " ".join(f"--signature {folder / name}" for name in SIGNED)
+    said = capsys.readouterr().out.splitlines()
+    assert f"next: ckptfix verify {options} {folder} --key PUBLIC_KEY" in said
+    assert f"or, without verifying who signed: ckptfix verify {folder}" in said
+    assert run(["verify", str(folder)]) == 0
+    command = f"ckptfix verify {options} --key PUBLIC_KEY {folder}"
+    assert (
+        f"not checked: who signed {SIGNED[0]} and {SIGNED[1]}; {command}"
+        in capsys.readouterr().out.splitlines()
+    )
+    words = ["--signature", str(folder / SIGNED[0]), "--key", str(keys.public)]
+    assert run(["verify", str(folder), *words]) == 0
+    assert "not checked: who signed" not in capsys.readouterr().out
 
 
 def test_the_command_of_the_reference_verifies_what_ours_signs(tmp_path: Path, keys: Keys) -> None:
