@@ -8,6 +8,7 @@ from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
@@ -59,6 +60,10 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
         raise UsageError(
             f"{folder.root} holds no file of a checkpoint, though its manifest lists {count_of(listed, 'file')}; to "
             f"see which: {command('verify', folder.root)}"
+        )
+    if (why := cut_upload(folder.root)) is not None:
+        raise UsageError(
+            f"{folder.root} holds no file of a checkpoint: {why}; next: wait until it has ended, or save again"
         )
     if not folder.subfolders:
         others = f": only {list_names(map(str, folder.strays))}" if folder.strays else ": the folder is empty"

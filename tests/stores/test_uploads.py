@@ -405,6 +405,15 @@ def test_a_problem_says_how_much_arrived(tmp_path: Path) -> None:
     assert f"or process {os.getpid()} on {os.uname().nodename} has not finished it" in problem
 
 
+def test_an_upload_of_which_nothing_has_arrived_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".ckptfix").mkdir()
+    (tmp_path / UPLOAD).write_bytes(begun_now("7", {"model.safetensors": 4}).to_bytes())
+    with pytest.raises(
+        UsageError, match=r"no file of a checkpoint: its upload .*0 of 1 file arrived.*; next: wait"
+    ):
+        check(tmp_path)
+
+
 def test_objects_are_what_the_marker_says(tmp_path: Path, cloud: Cloud) -> None:
     place = open_simulated(cloud, URL)
     upload_folder(place, folder_of(tmp_path, "new", NEW))
@@ -503,4 +512,4 @@ def test_an_upload_that_one_process_fails_commits_nothing(tmp_path: Path, bucket
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     refused = ranks(*command, "--partial", tmp_path / "partial")
     assert [process.returncode for process in refused] == [2, 2]
-    assert "is a URL; leave it out" in refused[0].stderr
+    assert "is a URL; next: migrate to a folder" in refused[0].stderr

@@ -1,5 +1,6 @@
 """The newest checkpoint of a store, and loads from there, while others repair, delete and write."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -94,3 +95,24 @@ def test_the_newest_is_found_while_a_run_deletes_its_oldest(bucket: Cloud) -> No
     bucket.strike = write
     with pytest.raises(ChangedError, match="next: wait until it has finished"):
         latest_checkpoint(RUN)
+
+
+def test_what_is_kept_for_an_undo_is_not_fetched_and_copies_of_killed_loads_go(
+    bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is as large as a checkpoint: the disk of a node that died twice while it loaded would be full."""
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    put(bucket, STUDENT_AND_TEACHER)
+    repair(URL)
+    bucket.write("run/checkpoint_7/.ckptfix/new-1234/model.safetensors", b"of an upload that was cut short")
+    with fetched(URL) as copy:
+        assert not (copy / ".ckptfix").exists()
+        (folder,) = (tmp_path / f"ckptfix-loads-{os.geteuid()}").iterdir()
+        killed = folder.with_name("of-a-killed-load")
+        (killed / "checkpoint_6").mkdir(parents=True)
+        bucket.write("run/checkpoint_7/notes.txt", b"another state of the checkpoint")
+        with fetched(URL) as other:
+            assert not killed.exists()
+            assert (copy / "model.safetensors").exists()  # somebody loads it
+            assert other != copy
+    assert not list(folder.parent.iterdir())

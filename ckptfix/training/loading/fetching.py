@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage.markers import COMMITTED, UPLOAD, Uploaded, not_committed, parse_begun, parse_commit
 from ckptfix.storage.object_journal import is_replacing
-from ckptfix.storage.paths import shell_path
+from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.staged import STAGING_VARIABLE, staging_folder
 from ckptfix.storage.stores import ObjectInfo, Store, is_url, open_store, together
 from ckptfix.training.ranks import Ranks
@@ -28,6 +29,9 @@ _AT_ONCE = 16
 """Ranges that are fetched at once: 256 MiB are in memory at most."""
 
 _COMPLETE = "complete"
+
+_OF_A_CHANGE = re.compile(rf"{re.escape(JOURNAL)}/(?:\d+\.objects|new-[^/]*)/")
+"""What a repair keeps for its undo, or a killed upload left: as large as a checkpoint, and never loaded."""
 
 _log = logging.getLogger("ckptfix")
 
@@ -77,6 +81,7 @@ def fetched(path: str | os.PathLike[str], ranks: Ranks | None = None) -> Iterato
 def _fetched(path: str) -> Iterator[Path]:
     remote = _look(path.rstrip("/"))
     folder = _own_folder() / remote.identity
+    _sweep(folder)
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / PurePosixPath(remote.store.url).name
     done = False
@@ -141,6 +146,21 @@ def _locked(folder: Path) -> Iterator[_Lock]:
         os.close(fd)
 
 
+def _sweep(current: Path) -> None:
+    """Remove the copies of other checkpoints that killed processes left: nobody holds their locks any more."""
+    for folder in current.parent.iterdir():
+        with suppress(OSError):
+            if folder == current:
+                continue
+            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                lock = _Lock(folder / "lock", fd)
+                if lock.is_last() and lock.is_current():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
 def _own_folder() -> Path:
     """Return the folder of this user's copies. A pickle in it would be executed, so nobody else may write there."""
     folder = staging_folder() / f"ckptfix-loads-{os.geteuid()}"
@@ -187,7 +207,8 @@ def _look(url: str) -> _Remote:
             f"{store.name()}: a repair was interrupted, or is running, so some objects are changed and others not; "
             f"next: ckptfix repair {shell_path(url)}"
         )
-    return _Remote(store, objects, {} if commit is None else commit.objects)
+    needed = {key: info for key, info in objects.items() if not _OF_A_CHANGE.match(key)}
+    return _Remote(store, needed, {} if commit is None else commit.objects)
 
 
 def _whole(store: Store, key: str, info: ObjectInfo) -> bytes:
