@@ -312,7 +312,7 @@ class Recorded:
 
     def lost(self, contents: Contents) -> Iterator[tuple[TensorLocation, str]]:
         """Yield the tensors with a digest that cannot be found, as their model is unreadable, with the reason."""
-        known = self.digests(contents.weights, contents.unreadable)
+        known = self.digests(contents.weights, contents.unreadable) if contents.unreadable else {}
         for label, why in contents.unreadable.items():
             for entry, digests in self.tensors.items():
                 if entry == label or entry.startswith(f"{label}["):

@@ -170,14 +170,14 @@ def compare(
     contents: Contents, recorded: Recorded, hashed: Mapping[str | TensorLocation, Hashed]
 ) -> Iterator[Item]:
     """Yield an item for every file and every tensor that is there or was recorded."""
-    tensors = list(_tensor_judgements(contents, recorded, hashed))
+    digests = recorded.digests(contents.weights, contents.unreadable)
+    places = named_results(contents, hashed)
+    tensors = list(_tensor_judgements(contents, recorded, digests, places))
     homes = tensor_homes(contents)
     intact = _intact_files(tensors, homes)
     files = list(_file_items(contents, recorded, hashed, intact))
     yield from files
     outcomes = {item.name: item.outcome for item in files}
-    digests = recorded.digests(contents.weights, contents.unreadable)
-    places = named_results(contents, hashed)
     yield from (
         item if item.outcome is not Outcome.NOT_CHECKED or item.text else _no_digest(item)
         for item in describe_tensors(tensors, digests, places, homes, outcomes, recorded.tensor_source)
@@ -209,15 +209,15 @@ def _no_digest(item: Item) -> Item:
 
 
 def _tensor_judgements(
-    contents: Contents, recorded: Recorded, hashed: Mapping[str | TensorLocation, Hashed]
+    contents: Contents,
+    recorded: Recorded,
+    digests: Mapping[TensorLocation, str],
+    places: Mapping[TensorLocation, Hashed],
 ) -> Iterator[Judgement[TensorLocation]]:
-    digests = recorded.digests(contents.weights, contents.unreadable)
     unknown: frozenset[str] = frozenset()
     if digests:
         unknown = _unrecorded(contents, recorded)
-        found = {
-            place: one for place, one in named_results(contents, hashed).items() if place.label not in unknown
-        }
+        found = {place: one for place, one in places.items() if place.label not in unknown}
         digests_found = {place: one.digest for place, one in found.items()}
         zeros = _zeros(contents, found) if digests_found != digests else set()
         yield from judge(digests, digests_found, name_of=_fqn, plain=zeros)

@@ -18,6 +18,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, find_target
 from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
@@ -39,6 +40,7 @@ _COVERED = ("values of tensors", "digests in ", "other files next to it")
 
 
 @takes_urls("path", "against", "signatures", "statements", "sha256sums")
+@paused_gc()
 def verify(
     path: str | os.PathLike[str],
     *,
