@@ -38,7 +38,7 @@ _MAX_DIMENSIONS = 64  # of which torch can make a tensor; a million tensors can 
 _MAX_KEY = 1024
 _WITH_STATE = {("torch._utils", "_rebuild_parameter_with_state"), ("torch._tensor", "_rebuild_from_type_v2")}
 _SETTERS = ("data", "real", "imag", "__class__")
-"""What torch's own attributes of a tensor are called that change its numbers when they are set."""
+"""Names of torch's own attributes of a tensor that change its numbers when they are set."""
 _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 
 

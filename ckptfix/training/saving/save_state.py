@@ -55,8 +55,8 @@ from ckptfix.training.saving.staged_saves import (
 WHAT = "save_state"
 
 _SHARING = {DistributedType.FSDP: sys.maxsize, DistributedType.DEEPSPEED: 32}
-"""How many processes hash the tensors that all of them write. With DeepSpeed each of these reads the files of all ranks
-to find them: it has no list.
+"""Number of processes that hash the tensors that all of them write. With DeepSpeed each of these reads the files of all
+ranks to find them: it has no list.
 """
 
 
