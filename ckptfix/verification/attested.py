@@ -194,7 +194,10 @@ class Attested(Recorded):
             return False, "is what the checkpoint was compared with"
         tensors = self._evidence.tensors
         if files is None and tensors is not None and name in self._uncovered:
-            return name not in tensors.uncovered, f"holds weights that {self.tensor_source} does not cover"
+            return (
+                name not in tensors.uncovered,
+                f"may hold weights, and is not covered by {self.tensor_source}",
+            )
         if files is None:
             if not self._evidence.sums and name in self._of_weights:
                 of_masters = self._of_weights[name] is Format.DEEPSPEED

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.manifest import is_inside, joined
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation
@@ -36,6 +37,12 @@ _TENSORS = "https://ckptfix/tensor-digests/v1"
 
 _OF_GIT = (".git", ".gitattributes", ".github", ".gitignore")
 """Left out by the reference implementation unless it is told otherwise: listed, they would be missing to it."""
+
+_OTHER_WEIGHTS = frozenset({
+    ".dill", ".gguf", ".h5", ".joblib", ".keras", ".msgpack", ".npz", ".onnx", ".ot", ".pb", ".pickle", ".pkl",
+    ".tflite",
+})  # fmt: skip
+"""Suffixes of weights of other libraries, and of pickles, which can be any model, and run code."""
 
 _BITS = 1 << 63
 _SHOWN = 80
@@ -185,7 +192,12 @@ def statement_of_tensors(
 
 def uncovered_weights(contents: Contents) -> tuple[str, ...]:
     """Return the files of weights that are in none of the models, in order: a loader may take them all the same."""
-    return tuple(sorted({*contents.beside(), *contents.unsupported.keys() & contents.files.keys()}))
+    others = (
+        name
+        for name, path in zip(contents.files, map(PurePosixPath, contents.files), strict=True)
+        if path.suffix.lower() in _OTHER_WEIGHTS and parse_file_name(path.name) is None
+    )
+    return tuple(sorted({*contents.beside(), *contents.unsupported.keys() & contents.files.keys(), *others}))
 
 
 def parse_statement(data: bytes, where: str) -> Statement:

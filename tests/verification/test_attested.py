@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -185,12 +186,29 @@ def test_weights_in_another_file_are_a_difference_unless_they_were_there(tmp_pat
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
     assert wrong(report)["pytorch_model.bin"][0] == "extra"
-    assert f"pytorch_model.bin: holds weights that {folder / TENSORS} does not cover" in str(report)
+    assert f"pytorch_model.bin: may hold weights, and is not covered by {folder / TENSORS}" in str(report)
     assert seal(folder, force=True, oms=True).status == 0
     report = compared(folder, folder / TENSORS)
     assert "pytorch_model.bin" not in differing(report)
-    assert f"not checked: pytorch_model.bin: holds weights that {folder / TENSORS} does not cover" in str(
-        report
+    assert (
+        f"not checked: pytorch_model.bin: may hold weights, and is not covered by {folder / TENSORS}"
+        in str(report)
+    )
+
+
+@pytest.mark.parametrize("name", ["tf_model.h5", "sub/model.onnx", "model.GGUF", "model.pkl"])
+def test_weights_of_a_kind_that_is_not_read_and_pickles_are_a_difference_too(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert differing(report) == {name}
+    assert f"{name}: may hold weights, and is not covered by {folder / TENSORS}" in str(report)
+    assert seal(folder, oms=True).status == 0
+    assert compared(folder, folder / TENSORS).status == 0
+    (folder / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps({"a": 1}))
+    assert differing(compared(folder, folder / TENSORS)) == set(), (
+        "a state, which no statement of tensors is about"
     )
 
 
