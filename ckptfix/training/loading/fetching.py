@@ -31,7 +31,7 @@ _AT_ONCE = 16
 _COMPLETE = "complete"
 
 _OF_A_CHANGE = re.compile(rf"{re.escape(JOURNAL)}/(?:\d+\.objects|new-[^/]*)/")
-"""What a repair keeps for its undo, or a killed upload left: as large as a checkpoint, and never loaded."""
+"""Folders that a repair keeps for its undo, or a killed upload left: as large as a checkpoint, never loaded."""
 
 _log = logging.getLogger("ckptfix")
 
