@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, requires_simulator]
 MODEL = "tests.devices.reload_models:split"
 
 
-@pytest.mark.parametrize("fault", [None, *one_of(["zeros", "hang"])])
+@pytest.mark.parametrize("fault", one_of([None, "zeros", "hang"]))
 def test_the_command_finds_the_pair_on_simulated_devices(tmp_path: Path, fault: str | None) -> None:
     folder = save_transformer(tmp_path / "checkpoint")
     device_map, page = tmp_path / "map.json", tmp_path / "report.html"

@@ -38,8 +38,10 @@ def sweep(
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("processes", "victim"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize("version", one_of(["newest", "oldest"]))
+@pytest.mark.parametrize(
+    ("version", "processes", "victim"),
+    one_of((version, *ranks) for version in ("newest", "oldest") for ranks in ((1, 0), (2, 0), (2, 1))),
+)
 def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim: int) -> None:
     pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install ckptfix[transformers]"
