@@ -190,7 +190,8 @@ def prove_copies(root: Path, folder: Path, paths: Sequence[PurePosixPath], progr
     def work(number: int, progress: Progress | None) -> None:
         prove_copy(root / paths[number], folder / paths[number], progress)
 
-    units = [(root / path, "", 2 * os.stat(root / path).st_size) for path in paths]
+    # The copy is a part of the unit: a run that copies once more has to prove that, too.
+    units = [(root / path, folder / path, 2 * os.stat(root / path).st_size) for path in paths]
     teams.each("copies", units, work, progress)
 
 

@@ -149,6 +149,9 @@ _ZIP = b"PK\3\4"
 _HEAD = 9  # the mark of safetensors: a length of 8 bytes, and a brace after it
 
 
+_REFUSED = "refused"
+"""Beginning of the result of a file that could not be read."""
+
 _LEFT = "left"
 """Beginning of the result about a record whose CRC the caller compares."""
 
@@ -165,7 +168,7 @@ def diagnose_items(
     counts. ``diagnose_dcp_folders`` reports truncated and missing files.
     """
     files = [
-        (path, items)
+        (state, path, items)
         for state in states
         for path, items in _by_file(state, data=data).items()
         if path not in state.broken and path not in state.unreadable
@@ -174,25 +177,30 @@ def diagnose_items(
     left = left_records()
 
     def work(number: int, progress: Progress | None) -> list[list[Any]]:
-        path, items = files[number]
+        _, path, items = files[number]
         try:
             with open_reader(root / path) as reader:
                 records: list[list[int]] | None = None if left is None else []
                 results = [_packed(one) for one in _of_file(reader, path, items, data, records, progress)]
                 return [*results, *([_LEFT, *one] for one in records or ())]
         except OSError as error:
-            return [["refused", unreadable(root / path, error)]]
+            return [[_REFUSED, unreadable(root / path, error)]]
 
     if data:
-        units = [(root / path, len(items), sum(item.length for item in items)) for path, items in files]
-        found = teams.each("items" if left is None else "records of items", units, work, progress)
+        # Another .metadata asks for other bytes of the same file: it is a part of each unit.
+        units = [
+            (root / path, root / state.metadata_path, sum(item.length for item in items))
+            for state, path, items in files
+        ]
+        what = "items" if left is None else "records of items"
+        found = teams.each(what, units, work, progress, is_final=lambda results: not _is_refused(results))
     else:  # a few bytes of each item: every process of a team reads them
         found = [work(number, progress) for number in range(len(files))]
     findings: list[Finding] = []
     refused: dict[PurePosixPath, str] = {}
-    for (path, _), results in zip(files, found, strict=True):
+    for (_, path, _), results in zip(files, found, strict=True):
         for code, *facts in results:
-            if code == "refused":
+            if code == _REFUSED:
                 refused[path] = facts[0]
             elif code == _LEFT:
                 assert left is not None
@@ -200,6 +208,11 @@ def diagnose_items(
             else:
                 findings.append(_unpacked(path, code, facts))
     return findings, refused
+
+
+def _is_refused(results: Sequence[Sequence[Any]]) -> bool:
+    """Return whether a file could not be read, which another run may be able to."""
+    return any(code == _REFUSED for code, *_ in results)
 
 
 def _packed(finding: Finding) -> list[Any]:

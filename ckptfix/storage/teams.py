@@ -203,10 +203,13 @@ def each(
     files: Sequence[tuple[Path, object, int]],
     work: Callable[[int, Progress | None], Any],
     progress: Progress | None,
+    *,
+    is_final: Callable[[Any], bool] = lambda result: True,
 ) -> list[Any]:
     """Return the results, JSON values, of ``work`` on each number; a team shares them.
 
-    ``files``: for each number the file that is read, what of it, and how many bytes that is.
+    ``files``: for each number the file that is read, what of it, and how many bytes that is. ``is_final``: returns
+    whether another run would have the same result.
     """
     if _current is None:
         return [work(number, progress) for number in range(len(files))]
@@ -215,7 +218,8 @@ def each(
     def do(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         with alone():
             for number in numbers:
-                done(number, work(number, progress))
+                result = work(number, progress)
+                done(number, result, is_final=is_final(result))
 
     every = [units.of((path, part), size) for path, part, size in files]
     return _current.share(what, every, do, lambda number: [], progress)

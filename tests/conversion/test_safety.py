@@ -12,13 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate
 from ckptfix.conversion import producing, streaming
+from ckptfix.conversion.proving import prove_copies
 from ckptfix.storage import staged
+from ckptfix.storage.partial_results import PartialResults
+from ckptfix.storage.teams import LoneWorker, working_in
 from ckptfix.tensors.stored import StoredTensor
 from tests.conversion.making import digests_at, names_below
 from tests.storage.crash import Fault, Outcome, points, strike
@@ -306,6 +309,23 @@ def test_a_carried_file_that_changes_is_found(source: Path, monkeypatch: pytest.
     with pytest.raises(OperationError, match=r"notes\.txt differs from its copy from byte 0 on"):
         migrate(source, source.parent / "b", to="bin")
     assert os.listdir(source.parent) == ["a"]
+
+
+def test_a_copy_of_another_run_is_proven_again(tmp_path: Path) -> None:
+    """The run before proved its copy; this one copied once more, on a disk that is failing."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    worker = LoneWorker(PartialResults(tmp_path / "partial"), lambda words: None)
+    with working_in(worker):
+        prove_copies(one, other, [PurePosixPath("notes.txt")], None)
+    (other / "notes.txt").write_text("MINE")
+    with (
+        working_in(worker),
+        pytest.raises(OperationError, match=r"notes\.txt differs from its copy from byte 0 on"),
+    ):
+        prove_copies(one, other, [PurePosixPath("notes.txt")], None)
 
 
 def test_a_read_only_place_is_an_error(source: Path) -> None:

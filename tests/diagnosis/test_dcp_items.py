@@ -1,5 +1,6 @@
 """The bytes of a DCP folder's tensors: heads at every check, checksums with ``--data``."""
 
+import errno
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from ckptfix import check
+from ckptfix import CheckReport, check
 from ckptfix.diagnosis.findings.damaged import CrcMismatch, MalformedFile, NotATensorFile
-from tests.repairs.dcp_folders import MODEL, copy
+from ckptfix.storage.partial_results import PartialResults
+from ckptfix.storage.teams import LoneWorker, working_in
+from tests.repairs.dcp_folders import MODEL, change, copy
 from tests.tensors.dcp_making import save
 
 
@@ -72,6 +75,44 @@ def test_a_flipped_bit_is_found_with_data(tmp_path: Path) -> None:
     assert finding.tensors == ("model.a",)
     assert finding.record.endswith("data/0")
     assert read > 4000
+
+
+def with_partial_results(folder: Path, results: Path) -> CheckReport:
+    """Check a checkpoint as a process does that goes on from what an earlier run has found."""
+    with working_in(LoneWorker(PartialResults(results), lambda words: None)):
+        return check(folder, data=True)
+
+
+def test_items_of_another_metadata_are_read_again(tmp_path: Path) -> None:
+    folder = clean(tmp_path)
+    place = place_of(folder / MODEL, "model.2.weight")
+
+    def shift(metadata: Any) -> None:
+        for key, one in metadata.storage_data.items():
+            if key.fqn == "model.2.weight" and one.relative_path == place.relative_path:
+                one.offset -= 3
+
+    good = (folder / MODEL / ".metadata").read_bytes()
+    change(folder / MODEL, shift)
+    assert with_partial_results(folder, tmp_path / "partial").findings
+    (folder / MODEL / ".metadata").write_bytes(good)
+    assert check(folder, data=True).findings == ()
+    assert with_partial_results(folder, tmp_path / "partial").findings == ()
+
+
+def test_a_file_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of files that is away for a moment is no result for the next run to go on from."""
+    folder = clean(tmp_path)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    with monkeypatch.context() as during:
+        during.setattr("ckptfix.diagnosis.dcp_folders._of_file", fail)
+        assert any(
+            "/output" in words for words in with_partial_results(folder, tmp_path / "partial").unfinished
+        )
+    assert with_partial_results(folder, tmp_path / "partial").unfinished == ()
 
 
 @pytest.mark.parametrize("name", ["optimizer.lr", "step"])
