@@ -251,7 +251,13 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
             if error.errno == errno.ELOOP:
                 message = "a symbolic link that leads to itself"
             problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)
-    tensors, scopes = _names(content)
+    try:
+        tensors, scopes = _names(content)
+    except FormatError as error:  # dicts are looked into here alone
+        content, tensors, scopes = None, (), ()
+        problem = Problem(
+            kind=ProblemKind.MALFORMED, message=str(error), have=status.st_size if status else 0
+        )
     return Component(
         path=path,
         name=name,

@@ -12,6 +12,7 @@ from ckptfix.errors import FormatError
 UNRESOLVABLE = ("?", "?")
 """The global of an opcode that names it indirectly: a number of the extension registry, or a computed name."""
 
+_NOT_PAIRS = "an OrderedDict is made from something else than a list of pairs"
 _SHARED = "two dicts of the pickle are made from one list"
 
 
@@ -108,15 +109,19 @@ class PickleTree:
 def pairs(node: object) -> Iterator[tuple[Any, Any]]:
     """Iterate over (key, value) of a dict-like node: a dict, an OrderedDict, an instance with items set.
 
-    Protocols 0 and 1 give an OrderedDict its items as a list of lists in the call (Python 2 did in 2, too).
+    Protocols 0 and 1 give an OrderedDict its items as a list of lists in the call (Python 2 did in 2, too). Raises
+    FormatError for one that is made from anything else, as no pickler writes it: its items would not be seen.
     """
     if type(node) is not Node:
         return
     source = made_from(node)
+    if source is None and node.kind is Kind.CALL and node.args and _is_ordered_dict(node):
+        raise FormatError(_NOT_PAIRS)
     for item in (source.items or ()) if source is not None else ():
-        values = item.items if type(item) is Node else item
-        if isinstance(values, list | tuple) and len(values) == 2:
-            yield values[0], values[1]
+        values = item.items if type(item) is Node and item.kind is Kind.LIST else item
+        if not isinstance(values, list | tuple) or len(values) != 2:
+            raise FormatError(_NOT_PAIRS)
+        yield values[0], values[1]
     if node.entries is not None:
         yield from zip(node.entries[::2], node.entries[1::2], strict=True)
 

@@ -371,6 +371,15 @@ def test_numbers_that_are_set_after_a_tensor_was_made_are_malformed(tmp_path: Pa
         storages(parsed(tmp_path, data).tree)
 
 
+@pytest.mark.parametrize(
+    "made_from", [{"x": OTHER}, (("x", OTHER),), OrderedDict(x=OTHER), [{"x": 1, OTHER: 2}]]
+)
+def test_a_dict_that_is_made_from_no_list_of_pairs_is_malformed(made_from: object) -> None:
+    data = data_pkl(Made(OrderedDict, (made_from,), None, None, iter([("good", GOOD)])))
+    with pytest.raises(FormatError, match="an OrderedDict is made from something else than a list of pairs"):
+        state_dicts(parse(data))
+
+
 def test_attributes_of_parameters_are_read_over(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.tensor_parallel = True

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,25 @@ def test_a_value_that_is_not_a_plain_tensor_is_a_difference_unless_it_was_there(
     torch.save(wrapped, path)
     assert differing(compared(folder, folder / TENSORS)) == set(), (
         "the wrapper does not count, and neither does a loss"
+    )
+
+
+class _Hiding:
+    """A dict of tensors, one of which is only in the dict that it is made from."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ({"layers.0.extra": torch.ones(2)},), None, None, iter(state().items())
+
+
+@pytest.mark.parametrize("place", ["pytorch_model.bin", "optimizer.bin"])
+def test_tensors_cannot_hide_in_what_a_dict_is_made_from(tmp_path: Path, place: str) -> None:
+    folder = stated(tmp_path / "c", KINDS["bin"])
+    value = _Hiding() if place == "pytorch_model.bin" else {"state": _Hiding(), "param_groups": []}
+    torch.save(value, folder / place)
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert f"{place} is malformed: an OrderedDict is made from something else than a list of pairs" in str(
+        report
     )
 
 
