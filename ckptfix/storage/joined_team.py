@@ -144,6 +144,7 @@ class JoinedTeam(InOrder):
         self._over = threading.Event()
         self._lost = ""
         self._failed: dict[int, str] = {}
+        self._passed: dict[int, str] = {}
         self._silent: set[int] = set()
         self._watch = threading.Thread(target=self._look, daemon=True)
         self._store.set(f"ckptfix/name/{rank}", self._name.encode())
@@ -219,6 +220,7 @@ class JoinedTeam(InOrder):
                 return
         else:
             self._put(f"ckptfix/end/{part}/{self.rank}", {"error": None, "name": self._name})
+            self._store.set(f"ckptfix/passed/{part}", self._name.encode())
         others = [self._got(f"ckptfix/end/{part}/{rank}", is_end=True) for rank in range(self.count)]
         if len({one["error"] for one in others}) == 1:
             self._part += 1
@@ -294,6 +296,7 @@ class JoinedTeam(InOrder):
         """Wait until something is there. ``is_end``: for the ends of the others, the failed ones, too."""
         pause, longest = 0.001, 0.02 + self.count / 2000  # 1,024 processes ask a store 2,000 times a second
         while True:
+            passed = "" if is_end else self._passed.get(self._part, "")  # before the look at what is there
             try:
                 if is_there():
                     return
@@ -301,6 +304,12 @@ class JoinedTeam(InOrder):
                 raise TeamError(self._lost_store(error)) from error
             if self._lost or (self._part in self._failed and not is_end):
                 raise self._ended()
+            if (
+                passed
+            ):  # it went through all steps of this part, and put there what is missing: it had other steps
+                raise OperationError(
+                    f"{self._name} sees another folder than {passed}, which has ended without it; {_REMEDY}"
+                )
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
@@ -329,6 +338,8 @@ class JoinedTeam(InOrder):
                 part = self._part
                 if part not in self._failed and self._store.check([f"ckptfix/stop/{part}"]):
                     self._failed[part] = self._store.get(f"ckptfix/stop/{part}").decode()
+                if part not in self._passed and self._store.check([f"ckptfix/passed/{part}"]):
+                    self._passed[part] = self._store.get(f"ckptfix/passed/{part}").decode()
                 if self._first == _FIRST:
                     self._first = self._name_of(0)
                 if turn % 5 == 0:

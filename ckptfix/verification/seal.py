@@ -242,6 +242,8 @@ def seal(
                 new[name] = data
         manifest = _sealed(old, hashed, as_recorded(found, wanted), as_recorded(found, {**wanted, **also}))
         number = None
+        with teams.as_one():  # nothing is written where one of several processes has failed
+            contents.check_unchanged()
         if teams.leads():
             number = _write(target.root, manifest, new, lock) if new or manifest != old else None
             PartialResults(default_folder(target.root)).remove()  # of several processes that were interrupted

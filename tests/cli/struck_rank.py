@@ -1,7 +1,7 @@
 """``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
 
 HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error`` (of the disk),
-``error-in-files``, ``error-in-uploads``, ``none``.
+``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the source that finds it), ``none``.
 STORE: a folder that is the store of the team, so that its processes start without torch; ``torch`` for torch's.
 """
 
@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.cli import main, repair
+from ckptfix.conversion.sources import Watch
 from ckptfix.conversion.streaming import NewFile
+from ckptfix.diagnosis.contents import Contents
+from ckptfix.errors import ChangedError
 from ckptfix.storage import uploads
 from ckptfix.storage.partial_results import PartialResults
 from ckptfix.training import rendezvous
@@ -86,6 +89,19 @@ if how == "error-in-files":
         return begin(self, *given)
 
     NewFile.begin = begin_or_fail  # type: ignore[assignment,method-assign]
+elif how == "change-in-the-end" and os.environ["RANK"] == rank:
+    looks = 0
+
+    def see_a_change(*given: Any) -> None:
+        """See in the last look that a file has changed; the leader has looked by then."""
+        global looks
+        looks += 1
+        if looks == int(units):
+            time.sleep(1)
+            raise ChangedError("model.safetensors changed while it was read")
+
+    Contents.check_unchanged = see_a_change  # type: ignore[assignment,method-assign]
+    Watch.check = see_a_change  # type: ignore[assignment,method-assign]
 elif how == "error-in-uploads":
 
     def fail(*given: Any, **options: Any) -> None:

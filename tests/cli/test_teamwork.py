@@ -442,6 +442,21 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
     assert not (folder / MANIFEST).exists()
 
 
+@pytest.mark.parametrize("verb", ["seal", "migrate"])
+def test_nothing_is_written_where_one_rank_sees_a_change_in_the_end(tmp_path: Path, verb: str) -> None:
+    """The first rank saw none, and would have written by the time that the other one looks."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    options = () if verb == "seal" else (tmp_path / "new", *MIGRATE)
+    # seal: the look after the digests, which are all there by then; migrate: the first one is before the work.
+    looks = 1 if verb == "seal" else 2
+    ended = ranks(verb, folder, *options, strike=(1, looks, "change-in-the-end"))
+    assert [one.returncode for one in ended] == [3, 3], ended[0].stdout
+    assert "rank 1 (process " in ended[0].stderr
+    assert "changed while it was read" in ended[0].stderr
+    assert not (folder / MANIFEST).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the disks of two nodes: the files have the same names and sizes, and one file is another one."""

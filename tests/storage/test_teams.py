@@ -256,6 +256,29 @@ def test_processes_that_see_different_folders_say_which_file() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_process_that_ends_without_the_others_does_not_let_them_wait(early: int) -> None:
+    """As one does that finds an error in a file which the others see in another state."""
+
+    def work(team: JoinedTeam) -> str:
+        try:
+            if team.rank != early:
+                team.share("a", units_of([1, 2]), doing(lambda number: number), None, None)
+        except Exception as error:
+            team.agree(error)
+            raise
+        team.agree(None)
+        return "ended"
+
+    begin = time.monotonic()
+    ended = in_team(2, work)
+    assert time.monotonic() - begin < 10
+    assert isinstance(ended[1 - early], OperationError)
+    assert f"sees another folder than rank {early} (" in str(ended[1 - early])
+    assert "which has ended without it; next: mount one folder" in str(ended[1 - early])
+    assert isinstance(ended[early], TeamError)
+
+
 def test_a_process_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
     store = MemoryStore()
