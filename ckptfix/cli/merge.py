@@ -47,7 +47,8 @@ def merge_command(path: str, report: Report) -> int:
         request = results.request()
     if request is None:
         raise UsageError(
-            f"{path} holds no results of shares; next: ckptfix seal {shell_path(Path(path))} --shard 0/2"
+            f"{path} holds no results of shares: none has run, or they are merged already; next: "
+            f"ckptfix seal {shell_path(Path(path))} --shard 0/2"
         )
     if request.version:
         raise UsageError(

@@ -371,6 +371,45 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
     return describe
 
 
+def state_after_upload(folder: str, url: str) -> Callable[[], str]:
+    """Return what describes the state after an interrupt of an upload to ``url`` that begins now."""
+    before = _upload_at(url)
+
+    def describe() -> str:
+        try:
+            now = _upload_at(url, is_strict=True)
+        except (CkptfixError, OSError) as error:
+            return f"{folder} is unchanged, and {url} could not be looked at: {error}"
+        if now is None:
+            return f"nothing was written at {url}"
+        if not now[1]:
+            return f"{url} is not complete: run the same command again to finish"
+        return f"{url} is unchanged" if now == before else f"{url} is complete"
+
+    return describe
+
+
+def _upload_at(url: str, *, is_strict: bool = False) -> tuple[str, bool] | None:
+    """Return the number of the upload at a URL, and whether it is complete; None where none has begun.
+
+    ``is_strict``: raise what makes it unknown, which is None otherwise.
+    """
+    from ckptfix.storage.markers import read_begun, read_commit
+
+    try:
+        with opened(url, complete=False) as place:
+            begun, commit = read_begun(place), read_commit(place)
+    except UsageError:
+        return None
+    except (CkptfixError, OSError):
+        if is_strict:
+            raise
+        return None
+    if commit is not None and (begun is None or begun.upload == commit.upload):
+        return commit.upload, True
+    return (begun.upload, False) if begun is not None else None
+
+
 def _state_of_upload(url: str) -> str:
     """Return in words what is at a URL to which something was to be written."""
     from ckptfix.storage.markers import upload_problem  # for an interrupt alone: check must start quickly
@@ -382,7 +421,7 @@ def _state_of_upload(url: str) -> str:
         return f"nothing was written at {url}"
     except (CkptfixError, OSError) as error:
         return f"{url} could not be looked at: {error}"
-    return f"{url} is complete" if problem is None else f"{url} is not: {problem}"
+    return f"{url} is complete" if problem is None else f"{url} is not complete: {problem}"
 
 
 def _command(verb: str, path: str) -> str:

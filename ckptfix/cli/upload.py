@@ -2,7 +2,8 @@
 
 import click
 
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Report, interruptible
+from ckptfix.cli.several_paths import state_after_upload
 from ckptfix.cli.verb_options import Verb
 
 
@@ -29,7 +30,8 @@ def upload_command(folder: str, url: str, overwrite: bool, report: Report) -> in
     """
     from ckptfix.conversion.uploading import upload
 
-    with report.progress(f"uploading {folder}") as progress:
+    around = interruptible(state_after_upload(folder, url))
+    with around, report.progress(f"uploading {folder}") as progress:
         receipt = upload(folder, url, overwrite=overwrite, progress=progress)
     report.show(receipt.lines())
     return report.finish(receipt, receipt.status)

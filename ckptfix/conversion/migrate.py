@@ -300,7 +300,7 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
         )
         yield (
             f"{', '.join(found[:3])}: copied unchanged, but next to these models {looks}: it can load the models, "
-            f"and not the complete state; next, to convert that, too: --state all --to {'fsdp' if to_dcp else 'ddp'}"
+            f"and not the complete state; next, for that, too: add --state all --to {'fsdp' if to_dcp else 'ddp'}"
         )
 
 

@@ -46,7 +46,10 @@ def folder_lock(
     except OSError as error:
         with suppress(OSError):  # made in vain; stays when somebody else uses it
             os.rmdir(root / JOURNAL)
-        raise OperationError(f"{root}: cannot lock this folder for writing: {error.strerror}") from error
+        copy = f"; next: ckptfix repair {shell_path(root)} --output COPY" if verb == "repair" else ""
+        raise OperationError(
+            f"{root}: cannot lock this folder for writing: {error.strerror}{copy}"
+        ) from error
     try:
         yield None
     finally:

@@ -158,6 +158,50 @@ def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_de
         latest_checkpoint("s3://simulated/run", pattern="checkpoint_{}")
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_after_ctrl_c_the_message_of_an_upload_is_true_at_any_request(
+    tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    is_after: bool, is_old: bool,
+) -> None:  # fmt: skip
+    for module in (stores, images, uploads, object_copies):
+        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    place, said = open_simulated(cloud, URL), set()
+    folder = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
+    at, seen, status = 0, 0, 130
+
+    def strike(method: str, key: str, done: bool) -> None:
+        nonlocal seen
+        seen += done == is_after
+        if seen == at and done == is_after:
+            seen += 1
+            raise KeyboardInterrupt
+
+    while status == 130:
+        at, seen = at + 1, 0
+        cloud.objects.clear()
+        if is_old:
+            upload_folder(place, folder_of(tmp_path, "old", OLD))
+        before = contents(place)
+        cloud.strike = strike
+        status = run(["upload", str(folder), URL, *(["--overwrite"] if is_old else [])])
+        cloud.strike = lambda method, key, done: None
+        words = capsys.readouterr().err.strip().rpartition("interrupted: ")[2]
+        now = "complete" if is_committed(place) else "not complete"
+        if contents(place) == before and (is_committed(place) if is_old else UPLOAD not in place.list()):
+            now = "unchanged"
+        if status == 130:
+            expected = {
+                "unchanged": (f"{URL} is unchanged", f"nothing was written at {URL}", "nothing was changed"),
+                "complete": (f"{URL} is complete",),
+                "not complete": (f"{URL} is not complete: run the same command again to finish",),
+            }
+            assert words in expected[now], f"request {at}: {now}"
+            said.add(now)
+    assert status == 0
+    assert said == {"unchanged", "complete", "not complete"}
+
+
 @pytest.mark.parametrize("is_after", [False, True])
 def test_killed_at_any_request_a_new_place_is_committed_or_is_not(
     tmp_path: Path, cloud: Cloud, is_after: bool
