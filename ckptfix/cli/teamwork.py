@@ -15,7 +15,7 @@ from ckptfix.errors import TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Share
-from ckptfix.storage.partial_results import PartialResults, Request, default_folder
+from ckptfix.storage.partial_results import PartialResults, Request, default_folder, own_version
 from ckptfix.storage.paths import command, existing, shell_path
 from ckptfix.wording import count_of, escape, human_size
 
@@ -162,7 +162,14 @@ def _joined(place: Any, results: PartialResults | None) -> "JoinedTeam":
 
 def _ensure_alike(team: "JoinedTeam", verb: str, params: Mapping[str, Any]) -> None:
     """Find out whether all were started with the same command, and see the same files. Raises OperationError."""
-    mine = _command(verb, params)
+    mine, version = _command(verb, params), own_version()
+    team.ensure_same(
+        version,
+        lambda leader, theirs: (
+            f"runs another version of ckptfix than {leader}: {version} (expected {theirs}); next: install one version "
+            "on all nodes"
+        ),
+    )
     team.ensure_same(
         mine,
         lambda leader, theirs: (

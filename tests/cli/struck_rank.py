@@ -1,7 +1,8 @@
 """``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
 
 HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error`` (of the disk),
-``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the source that finds it), ``none``.
+``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the source that finds it),
+``older`` (another version), ``none``.
 STORE: a folder that is the store of the team, so that its processes start without torch; ``torch`` for torch's.
 """
 
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckptfix.cli import main, repair
+from ckptfix.cli import main, repair, teamwork
 from ckptfix.conversion.sources import Watch
 from ckptfix.conversion.streaming import NewFile
 from ckptfix.diagnosis.contents import Contents
@@ -102,6 +103,8 @@ elif how == "change-in-the-end" and os.environ["RANK"] == rank:
 
     Contents.check_unchanged = see_a_change  # type: ignore[assignment,method-assign]
     Watch.check = see_a_change  # type: ignore[assignment,method-assign]
+elif how == "older" and os.environ["RANK"] == rank:
+    setattr(teamwork, "own_version", lambda: "0.4.9")  # noqa: B010
 elif how == "error-in-uploads":
 
     def fail(*given: Any, **options: Any) -> None:

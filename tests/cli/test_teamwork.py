@@ -442,6 +442,18 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
     assert not (folder / MANIFEST).exists()
 
 
+@pytest.mark.parametrize("rank", one_of([0, 1]))
+def test_nodes_with_another_version_are_refused(tmp_path: Path, rank: int) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    ended = ranks("seal", folder, strike=(rank, 0, "older"))
+    assert [one.returncode for one in ended] == [3, 3]
+    assert "rank 1 (process " in ended[0].stderr
+    assert "runs another version of ckptfix than rank 0 (" in ended[0].stderr
+    assert "0.4.9" in ended[0].stderr
+    assert "next: install one version on all nodes" in ended[0].stderr
+    assert not (folder / MANIFEST).exists()
+
+
 @pytest.mark.parametrize("verb", ["seal", "migrate"])
 def test_nothing_is_written_where_one_rank_sees_a_change_in_the_end(tmp_path: Path, verb: str) -> None:
     """The first rank saw none, and would have written by the time that the other one looks."""
