@@ -346,7 +346,7 @@ def test_a_process_that_reads_nothing_is_named_and_not_ended(monkeypatch: pytest
         return team.share("a", units_of([10**9] * 2), doing(hang), None, None)
 
     assert in_team(2, work, say=told.append) == [[0, 1]] * 2
-    assert 1 <= len(told) <= 2
+    assert 1 <= len(told) <= 10, "it looked 50 times"
     assert "rank 1 (process" in told[0]
     assert "has read nothing for" in told[0]
 
