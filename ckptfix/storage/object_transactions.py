@@ -18,6 +18,7 @@ from ckptfix.errors import (
     ChangedError,
     CkptfixError,
     JournalError,
+    LockedError,
     OperationError,
     RolledBackError,
     StoreError,
@@ -313,7 +314,9 @@ def _carry_out(
         _roll_back(store, number, begun, error)
         raise
     try:
-        _finish(store, number, plan, state, committed, progress)
+        _finish(store, number, plan, state, committed, progress, lock)
+    except LockedError:  # the run that took it over finishes this
+        raise
     except CkptfixError as error:
         if store.abilities.atomic:  # none of it was sent
             raise RolledBackError(f"{error}; nothing was changed") from error
@@ -467,12 +470,19 @@ def _finish(
     state: ObjectState,
     written: ObjectInfo,
     progress: Progress | None,
+    lock: StoreLock | None = None,
 ) -> None:
-    """Copy each new object over its name, skip those that are done, and forget what is no longer needed."""
+    """Copy each new object over its name, skip those that are done, and forget what is no longer needed.
+
+    ``lock``: looked at before each name. A run that was only slow must not go on with what another one has undone
+    since: a name can then be in the expected state again.
+    """
     after: dict[str, ObjectInfo | None] = dict(plan.sources)
 
     def place(index: int) -> None:
         change = plan.changes[index]
+        if lock is not None and not store.abilities.atomic:
+            lock.check()
         after[change.key] = _place(store, number, plan, index, state.new.get(index))
         if progress is not None and change.size is not None:
             progress(change.size)

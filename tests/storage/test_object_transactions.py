@@ -4,16 +4,24 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
 from ckptfix.storage import stores
 from ckptfix.storage.edits import Edit, Move, Remove, Replace
-from ckptfix.storage.object_journal import LOCK, found_transactions, read_state, store_lock
+from ckptfix.storage.object_journal import (
+    LOCK,
+    Stage,
+    found_transactions,
+    read_state,
+    store_lock,
+    write_state,
+)
 from ckptfix.storage.object_transactions import commit_objects, recover_objects, undo_objects
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
-from ckptfix.storage.stores import ObjectRange, Store
+from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store
 from tests.sampling import is_exhaustive, sampled
 from tests.stores.simulated_s3 import (
     Cloud,
@@ -529,6 +537,31 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner(cloud: Cloud, store: Simu
     assert numbers == [1]
     assert cloud.names() == NEW
     assert not [key for key in cloud.journal() if "/new/" in key or key.endswith("lock")]
+    undo(store)
+    assert cloud.names() == old_names()
+
+
+def test_a_lock_that_is_taken_over_stops_its_old_owner_between_two_names(
+    cloud: Cloud, store: SimulatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its undo was finished meanwhile, and repaired again: some names are in the state again that it expects."""
+    commit(store)
+    was_taken: list[bool] = []
+
+    def write(*arguments: Any) -> ObjectInfo:
+        info = write_state(*arguments)
+        if arguments[2].stage is Stage.COMMIT and not was_taken:
+            was_taken.append(True)
+            recover(open_simulated(cloud, URL))
+            commit(open_simulated(cloud, URL))
+        return info
+
+    monkeypatch.setattr("ckptfix.storage.object_transactions.write_state", write)
+    with pytest.raises(
+        LockedError, match=r"another run took this lock over.*; next: wait until the other run"
+    ):
+        undo(store)
+    assert cloud.names() == NEW
     undo(store)
     assert cloud.names() == old_names()
 
