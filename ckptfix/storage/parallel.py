@@ -147,13 +147,15 @@ def in_turn(
     """
     tasks = iter(tasks)
     if threads < 2 or not of_store:
-        # As long as nothing waits for the disk, threads would only take the interpreter from each other.
+        # As long as the last tasks waited for no disk, threads would only take the interpreter from each other.
+        computed = passed = 0.0
         for task in tasks:
             began, before = perf_counter(), thread_time() - _turn.apart
             done = work(task)
-            is_waiting = thread_time() - _turn.apart - before < (perf_counter() - began) / 2
+            computed = 0.9 * computed + thread_time() - _turn.apart - before
+            passed = 0.9 * passed + perf_counter() - began
             yield task, done
-            if is_waiting and threads > 1:
+            if computed < passed / 2 and threads > 1:
                 break
         else:
             return

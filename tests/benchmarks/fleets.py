@@ -37,6 +37,19 @@ main(["scrub", "memory://none/runs", "-q", "--state", *sys.argv[3:]])
 """A scrub of so many prefixes with the same three objects, each read in no time: what is left is the memory of ours."""
 
 
+_STARTED = """
+import os, sys
+from time import perf_counter
+
+begin = perf_counter()
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
+_, status, usage = os.wait4(pid, 0)
+print(perf_counter() - begin, usage.ru_maxrss)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""A small process that starts a command and measures it: the memory of a process counts from that of who started it."""
+
+
 def scrub_fleets(folder: Path, many: int) -> None:
     """``scrub`` of 1,000 and of many folders, twice each, then of 1,000 prefixes of a store, near and far."""
     files = {path.name: path.read_bytes() for path in _SAVE.iterdir() if path.is_file()}
@@ -128,12 +141,12 @@ def _scrub_without_server(folder: Path, many: int) -> None:
 
 def _timed(command: Sequence[str], variables: Mapping[str, str]) -> tuple[float, int]:
     """Return the seconds and the MiB of a command in a process of its own."""
-    begin = perf_counter()
-    process = subprocess.Popen(command, env={**os.environ, **variables})
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return perf_counter() - begin, usage.ru_maxrss >> 10
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _STARTED, *command], env={**os.environ, **variables}, check=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    seconds, peak = done.stdout.splitlines()[-1].split()
+    return float(seconds), int(peak) >> 10
 
 
 def _scrubbed(path: str, state: Path, variables: Mapping[str, str], *options: str) -> tuple[float, int]:

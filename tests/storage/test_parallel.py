@@ -207,7 +207,7 @@ def test_threads_begin_once_a_task_lets_others_go_on(hashes: bool, monkeypatch: 
         wall, computed = wall + 1, computed + 0.9
         if number == 4:
             with waiting(), waiting():
-                wall, computed = wall + 2, computed + (2 if hashes else 0)
+                wall, computed = wall + 20, computed + (20 if hashes else 0)
         return threading.current_thread().name
 
     mine = threading.current_thread().name
