@@ -14,12 +14,21 @@ from ckptfix.cli import run
 from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage import images, object_copies, stores, uploads
-from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now, parse_begun, parse_commit, upload_problem
+from ckptfix.storage.markers import (
+    COMMITTED,
+    UPLOAD,
+    Uploaded,
+    begun_now,
+    parse_begun,
+    parse_commit,
+    upload_problem,
+)
 from ckptfix.storage.paths import MANIFEST
-from ckptfix.storage.stores import open_store
+from ckptfix.storage.stores import Store, open_store
 from ckptfix.storage.uploads import (
     MountedFolder,
     Place,
+    UploadPlan,
     begin_upload,
     changed_since,
     finish_upload,
@@ -294,17 +303,23 @@ def test_killed_at_any_request_of_an_overwrite_the_same_command_leaves_the_new_c
     assert at > 40
 
 
+def sent_over_another(tmp_path: Path, cloud: Cloud) -> tuple[Store, UploadPlan, dict[str, Uploaded]]:
+    """Return an upload over an older one, of which all was sent and no name was replaced."""
+    place = open_simulated(cloud, URL)
+    upload_folder(place, folder_of(tmp_path, "old", OLD))
+    new = folder_of(tmp_path, "new", NEW)
+    plan = begin_upload(place, staged_files(new), objects_replaced(place, overwrite=True))
+    sent = send(place, plan, new, plan.files)
+    return place, plan, sent
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model_1.safetensors", "below/x.bin"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_somebody_writes_during_an_overwrite_is_not_lost(
     tmp_path: Path, cloud: Cloud, name: str, is_late: bool
 ) -> None:
     """Replaced, deleted, or new: an upload of terabytes takes hours, in which others write."""
-    place = open_simulated(cloud, URL)
-    upload_folder(place, folder_of(tmp_path, "old", OLD))
-    new = folder_of(tmp_path, "new", NEW)
-    plan = begin_upload(place, staged_files(new), objects_replaced(place, overwrite=True))
-    sent = send(place, plan, new, plan.files)
+    place, plan, sent = sent_over_another(tmp_path, cloud)
 
     def write() -> None:
         cloud.write(f"run/checkpoint_7/{name}", b"of somebody")
@@ -323,11 +338,7 @@ def test_what_somebody_deletes_during_an_overwrite_stops_it_before_the_first_nam
     tmp_path: Path, cloud: Cloud
 ) -> None:
     """Such as a repair, which can be undone while the other names are still the old ones."""
-    place = open_simulated(cloud, URL)
-    upload_folder(place, folder_of(tmp_path, "old", OLD))
-    new = folder_of(tmp_path, "new", NEW)
-    plan = begin_upload(place, staged_files(new), objects_replaced(place, overwrite=True))
-    sent = send(place, plan, new, plan.files)
+    place, plan, sent = sent_over_another(tmp_path, cloud)
     place.delete("model_1.safetensors")  # was to be deleted
     place.delete("optimizer.bin")
     with pytest.raises(ChangedError, match=r"optimizer\.bin: another program deleted .*nothing was replaced"):

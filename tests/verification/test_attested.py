@@ -282,6 +282,18 @@ def test_tensors_cannot_hide_in_what_a_dict_is_made_from(tmp_path: Path, place: 
     )
 
 
+def exchange(folder: Path, one: str, other: str) -> None:
+    (folder / one).rename(folder / "x")
+    (folder / other).rename(folder / one)
+    (folder / "x").rename(folder / other)
+
+
+def assert_crossed(folder: Path) -> None:
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert "a load would take the wrong model" in report.crossed
+
+
 def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
@@ -291,12 +303,8 @@ def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
         save_file(tensors, folder / name, {"format": "pt"})
     assert seal(folder, force=True, oms=True).status == 0
     assert compared(folder, folder / TENSORS).status == 0
-    (folder / "model.safetensors").rename(folder / "x")
-    (folder / "model_1.safetensors").rename(folder / "model.safetensors")
-    (folder / "x").rename(folder / "model_1.safetensors")
-    report = compared(folder, folder / TENSORS)
-    assert report.status == 1
-    assert "a load would take the wrong model" in report.crossed
+    exchange(folder, "model.safetensors", "model_1.safetensors")
+    assert_crossed(folder)
 
 
 def test_models_in_the_folders_of_each_other_are_named(tmp_path: Path) -> None:
@@ -310,12 +318,8 @@ def test_models_in_the_folders_of_each_other_are_named(tmp_path: Path) -> None:
     assert compared(folder, folder / TENSORS).status == 0
     (folder / "unet").rename(folder / "transformer")
     assert compared(folder, folder / TENSORS).status == 0, "files do not count"
-    (folder / "text_encoder").rename(folder / "x")
-    (folder / "text_encoder_2").rename(folder / "text_encoder")
-    (folder / "x").rename(folder / "text_encoder_2")
-    report = compared(folder, folder / TENSORS)
-    assert report.status == 1
-    assert "a load would take the wrong model" in report.crossed
+    exchange(folder, "text_encoder", "text_encoder_2")
+    assert_crossed(folder)
 
 
 def test_models_in_each_others_place_in_training_dicts_are_named(tmp_path: Path) -> None:
