@@ -9,7 +9,7 @@ import click
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report
 from ckptfix.cli.several_paths import Below, threads_for, visit
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check, verdict_of
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
@@ -32,7 +32,7 @@ from ckptfix.wording import Line, count_of, line, unchecked_line
         ("ckptfix check -r -0 runs | xargs -r0 ckptfix repair", "Repair every checkpoint that is not clean."),
     ],
 )
-@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", nargs=-1, required=True, type=PATH)
 @click.option("--data", is_flag=True, help="Read every byte of look-alikes and check every checksum.")
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(

@@ -3,7 +3,7 @@
 import click
 
 from ckptfix.cli.report import Report, ensure_writable, write_page
-from ckptfix.cli.verb_options import LocalFile, Verb
+from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 
 
 @click.command(
@@ -18,8 +18,8 @@ from ckptfix.cli.verb_options import LocalFile, Verb
         ),
     ],
 )
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option(
     "--rtol", type=float, metavar="R", help="Count |a - b| <= R * |a| (+ atol) as equal, any dtype."
 )

@@ -5,7 +5,7 @@ import os
 import click
 
 from ckptfix.cli.report import Report
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.environment.doctor import doctor
 from ckptfix.environment.facts.machine import parse_torch
 from ckptfix.errors import OperationError, UsageError
@@ -28,7 +28,7 @@ _SCRIPTS = (".py", ".ipynb")
         ),
     ],
 )
-@click.argument("folder", metavar="[DIR]", required=False, type=click.Path())
+@click.argument("folder", metavar="[DIR]", required=False, type=PATH)
 @click.option(
     "--script", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
     help="A training script or notebook: read by its syntax tree, never executed.",

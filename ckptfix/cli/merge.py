@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckptfix.cli.report import Report
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.errors import UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
@@ -30,7 +30,7 @@ _SHARED = ("check", "diff", "migrate", "seal", "verify")
         ("ckptfix merge FOLDER", "End what ran with --partial FOLDER, such as ckptfix verify --shard I/N."),
     ],
 )
-@click.argument("path", metavar="DIR", type=click.Path())
+@click.argument("path", metavar="DIR", type=PATH)
 def merge_command(path: str, report: Report) -> int:
     """End the work of shares that ran one by one.
 

@@ -4,7 +4,7 @@ import click
 
 from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_writing
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.conversion.kept_files import partial_results
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
@@ -29,8 +29,8 @@ from ckptfix.wording import escape
         ),
     ],
 )
-@click.argument("src", type=click.Path())
-@click.argument("dst", type=click.Path())
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option(
     "--to",
     required=True,

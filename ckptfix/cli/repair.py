@@ -8,7 +8,7 @@ import click
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_repair, state_after_writing
-from ckptfix.cli.verb_options import BREAK_LOCK, TRANSFER, LocalFile, Verb
+from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, LocalFile, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
@@ -39,7 +39,7 @@ _WORDS: dict[object, str] = {
         ),
     ],
 )
-@click.argument("paths", nargs=-1, type=click.Path())
+@click.argument("paths", nargs=-1, type=PATH)
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option(
     "--plan-out", type=LocalFile(), metavar="FILE", help="Show the plan, save it to FILE, and stop."
@@ -47,13 +47,11 @@ _WORDS: dict[object, str] = {
 @click.option(
     "--plan",
     "plan_file",
-    type=click.Path(),
+    type=PATH,
     metavar="FILE",
     help="Apply a saved plan, if nothing has changed.",
 )
-@click.option(
-    "--output", type=click.Path(), metavar="DST", help="Write a repaired copy to DST; leave PATH alone."
-)
+@click.option("--output", type=PATH, metavar="DST", help="Write a repaired copy to DST; leave PATH alone.")
 @click.option(
     "--atomic", is_flag=True, help="Write new files instead of patching: for folders a job may be reading."
 )

@@ -4,7 +4,7 @@ import click
 
 from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_writing
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 
 
 @click.command(
@@ -14,8 +14,8 @@ from ckptfix.cli.verb_options import Verb
         ("ckptfix salvage SRC DST", "Copy the intact tensors of SRC into the new folder DST."),
     ],
 )
-@click.argument("source", metavar="SRC", type=click.Path())
-@click.argument("output", metavar="DST", type=click.Path())
+@click.argument("source", metavar="SRC", type=PATH)
+@click.argument("output", metavar="DST", type=PATH)
 @click.option(
     "--keep-damaged",
     is_flag=True,

@@ -12,7 +12,7 @@ import click
 
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
-from ckptfix.cli.verb_options import LocalFile, Verb
+from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Control, Share
@@ -36,7 +36,7 @@ from ckptfix.wording import Line, count_of, escape, line
         ("ckptfix scrub s3://bucket/runs --max-duration 6h", "Stop after 6 hours; the next run goes on."),
     ],
 )
-@click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=click.Path())
+@click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=PATH)
 @click.option(
     "--read-data-subset", "subset", default="100%", metavar="P%|I/N", show_default=True,
     help="Read this part of the files that manifests have digests of. Of P%, each night another one; 0% reads none.",

@@ -8,7 +8,7 @@ import click
 
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_seal
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.errors import UsageError
 from ckptfix.verification.seal import SealReceipt, seal
 from ckptfix.verification.signatures import KeySigning, Signing, SigstoreSigning, key_is_encrypted
@@ -28,7 +28,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
         ),
     ],
 )
-@click.argument("paths", nargs=-1, required=True, metavar="DIR...", type=click.Path())
+@click.argument("paths", nargs=-1, required=True, metavar="DIR...", type=PATH)
 @click.option(
     "--force",
     is_flag=True,
@@ -51,14 +51,14 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     help="Write statements of OpenSSF Model Signing, too, without a signature: model.oms.json and tensors.oms.json.",
 )  # fmt: skip
 @click.option(
-    "--sign", type=click.Path(), metavar="KEY",
+    "--sign", type=PATH, metavar="KEY",
     help="Sign these statements with a private key in PEM, offline: model.sig and tensors.sig. The passphrase "
     "is asked for, or is CKPTFIX_KEY_PASSPHRASE.",
 )  # fmt: skip
 @click.option("--sigstore", is_flag=True, help="Sign them with an identity, by Sigstore's public instance.")
 @click.option(
     "--trust-config",
-    type=click.Path(),
+    type=PATH,
     metavar="FILE",
     help="Use another instance of Sigstore, as this file describes it.",
 )

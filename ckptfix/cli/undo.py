@@ -4,7 +4,7 @@ import click
 
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_undo
-from ckptfix.cli.verb_options import BREAK_LOCK, TRANSFER, Verb
+from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, Verb
 from ckptfix.repairs.undo import UndoReceipt, undo
 
 
@@ -15,7 +15,7 @@ from ckptfix.repairs.undo import UndoReceipt, undo
         ("ckptfix undo CHECKPOINT", "Undo the last repair of CHECKPOINT."),
     ],
 )
-@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", nargs=-1, required=True, type=PATH)
 @click.option(
     "--force",
     is_flag=True,

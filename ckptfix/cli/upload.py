@@ -4,7 +4,7 @@ import click
 
 from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_upload
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import PATH, Verb
 
 
 @click.command(
@@ -17,8 +17,8 @@ from ckptfix.cli.verb_options import Verb
         ),
     ],
 )
-@click.argument("folder", metavar="FOLDER", type=click.Path())
-@click.argument("url", metavar="URL", type=click.Path())
+@click.argument("folder", metavar="FOLDER", type=PATH)
+@click.argument("url", metavar="URL", type=PATH)
 @click.option(
     "--overwrite", is_flag=True, help="Replace what is at URL, once all of the new checkpoint is uploaded."
 )

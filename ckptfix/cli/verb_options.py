@@ -18,6 +18,11 @@ Example = tuple[str, str]
 _QUIET = "Print nothing but failures; the exit status says the rest."
 
 
+# By default click refuses a folder that may not be read as wrong usage; the verb then names its owner, its mode and
+# the chmod that helps, as for a file.
+PATH = click.Path(readable=False)
+"""Type of an argument that names a checkpoint, a file or a URL."""
+
 TRANSFER = click.option(
     "--transfer",
     is_flag=True,

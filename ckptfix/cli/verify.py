@@ -11,7 +11,7 @@ import click
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import run_each
-from ckptfix.cli.verb_options import LocalFile, Verb
+from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.check import CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import UsageError
@@ -139,25 +139,25 @@ def _unfit(params: Mapping[str, Any]) -> str:
         ),
     ],
 )
-@click.argument("paths", nargs=-1, metavar="[DIR]...", type=click.Path())
+@click.argument("paths", nargs=-1, metavar="[DIR]...", type=PATH)
 @click.option("--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights.")
 @click.option(
-    "--against", type=click.Path(), metavar="OTHER",
+    "--against", type=PATH, metavar="OTHER",
     help="Compare with another checkpoint, of any format, instead of the manifest.",
 )  # fmt: skip
 @click.option(
-    "--signature", "signatures", type=click.Path(), multiple=True, metavar="FILE",
+    "--signature", "signatures", type=PATH, multiple=True, metavar="FILE",
     help="Compare with a signed statement of OpenSSF Model Signing instead of the manifest. Needs the signer: --key, "
     "--certificate-chain or --identity.",
 )  # fmt: skip
 @click.option(
     "--key",
-    type=click.Path(),
+    type=PATH,
     metavar="PUBLIC_KEY",
     help="The public key, in PEM, of whoever must have signed.",
 )
 @click.option(
-    "--certificate-chain", "certificates", type=click.Path(), multiple=True, metavar="FILE",
+    "--certificate-chain", "certificates", type=PATH, multiple=True, metavar="FILE",
     help="A certificate, in PEM, that the signer's must be below.",
 )  # fmt: skip
 @click.option(
@@ -166,16 +166,16 @@ def _unfit(params: Mapping[str, Any]) -> str:
 @click.option("--identity-provider", metavar="URL", help="The provider that must know the identity.")
 @click.option(
     "--trust-config",
-    type=click.Path(),
+    type=PATH,
     metavar="FILE",
     help="Use another instance of Sigstore, as this file describes it.",
 )
 @click.option(
-    "--oms", "statements", type=click.Path(), multiple=True, metavar="FILE",
+    "--oms", "statements", type=PATH, multiple=True, metavar="FILE",
     help="Compare with a statement, signed or not, without verifying who signed it.",
 )  # fmt: skip
 @click.option(
-    "--sha256sums", type=click.Path(), multiple=True, metavar="FILE",
+    "--sha256sums", type=PATH, multiple=True, metavar="FILE",
     help="Compare with a list of sha256sum. Without a manifest, SHA256SUMS in DIR or next to it is used.",
 )  # fmt: skip
 @click.option(

@@ -145,10 +145,23 @@ def test_no_verb_calls_it_damage(
     assert not (tmp_path / "to" / "new").exists()
 
 
-def test_a_folder_above_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check {}", "check -r {}", "check --json {}", "repair {}", "undo {}", "seal {}", "verify {}",
+        "verify --device-map auto {}", "salvage {} new", "diff {} {}", "migrate {} new --to bin", "merge {}",
+    ],
+)  # fmt: skip
+def test_a_folder_that_may_not_be_read_is_no_wrong_usage(
+    folder: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """click printed "Path 'checkpoint' is not readable" below the usage, and nothing that helps."""
     with nobody_may_read(folder):
-        assert run(["check", str(folder)]) == 3
-        assert f"chmod a+rx {folder}" in said(capsys)
+        assert run(command.format(folder, folder).split()) == 3
+    words = said(capsys)
+    assert "cannot be read: permission denied" in words
+    assert f"chmod a+rx {folder}" in words
+    assert "Usage" not in words
 
 
 def test_a_disk_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
