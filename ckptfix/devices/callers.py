@@ -17,6 +17,8 @@ _NOT_THE_USER = (
         for path in (str(ckptfix.__file__), accelerate.__file__, torch.__file__)
     ),
     contextlib.__file__,
+    # The import system's own frames, between a module's code and what imports it.
+    "<frozen importlib.",
 )
 
 
@@ -32,9 +34,18 @@ class Line:
 
 
 def calling_line() -> Line:
-    """Return the line that called into this package, accelerate or torch."""
+    """Return the line that called into this package, accelerate or torch.
+
+    The running script is the user's wherever its file is: accelerate's package has scripts, too, such as those of
+    ``accelerate.test_utils``.
+    """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+    while (
+        frame.f_back is not None
+        and frame.f_code.co_filename.startswith(_NOT_THE_USER)
+        # __mp_main__ is the script in a process that multiprocessing spawned.
+        and frame.f_globals.get("__name__") not in ("__main__", "__mp_main__")
+    ):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)
 

@@ -25,7 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1 GiB instead of 8 and 4, fewer rounds")
     parser.add_argument(
-        "--folder", default=".", help="where the files go; 44 GB are needed, 6 GB with --quick"
+        "--folder",
+        default=".",
+        help="where the files go, made if missing; 44 GB are needed, 6 GB with --quick",
     )
     parser.add_argument(
         "--part",
@@ -54,6 +56,10 @@ def main() -> None:
     if options.part == "stores":
         store_checks(quick=options.quick)
         return
+    try:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--folder {options.folder}: {error.strerror}")
     need = (6 if options.quick else 44) << 30
     if shutil.disk_usage(options.folder).free < need:
         parser.error(f"{options.folder} has less than {need >> 30} GiB free")
