@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _SHOWN = 3
+_TOPICS = 4
+_TOPIC_ENDS = re.compile(r"[;:,] | \(")
+"""A sentence about what was not checked begins with its topic."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 _INVISIBLE = (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
@@ -79,6 +82,16 @@ def line(text: str, *, colour: str | None = None, bold: bool = False) -> Line:
 def unchecked_line(words: str) -> Line:
     """Return the line about something that was not checked."""
     return Line((Span(f"not checked: {words}"),), words)
+
+
+def unchecked_lines(sentences: Sequence[str], *, is_verbose: bool = False) -> Iterator[Line]:
+    """Yield what was not checked: one line with the topics of several sentences, or, ``is_verbose``, every sentence."""
+    if is_verbose or len(sentences) < 2:
+        yield from map(unchecked_line, sentences)
+        return
+    topics = [*dict.fromkeys(_TOPIC_ENDS.split(words, maxsplit=1)[0] for words in sentences)]
+    more = f" and {len(topics) - _TOPICS} more" if len(topics) > _TOPICS else ""
+    yield unchecked_line(f"{', '.join(topics[:_TOPICS])}{more}; for details: ckptfix check -v")
 
 
 def few(lines: Sequence[str], what: str, *, colour: str | None = None) -> Iterator[Line]:

@@ -1,21 +1,125 @@
-"""Configs of models in sub-folders, as hooks of diffusers and PEFT write them, and whether their weights are there."""
+"""Configs of models, as transformers, diffusers and PEFT write them, and whether the weights are there.
+
+A config is any file that somebody named so: what is read of it is bounded, and what is wrong with it is a sentence.
+"""
 
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ckptfix.checkpoint.filenames import NOT_STATES, is_one_of_several, parse_dcp_name, parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.dataclass import dataclass
+from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start
+from ckptfix.wording import human_size
 
 CONFIG, ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 _LONGEST_CONFIG = 1 << 20
+_LARGEST_COUNT = 1 << 40
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_VERSIONS = (
+    ("transformers", "transformers_version"),
+    ("diffusers", "_diffusers_version"),
+    ("peft", "peft_version"),
+)
+"""Library -> the key under which its configs record its version."""
 _PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab", "spiece", "special_tokens")
 
 OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
 """Endings of the weights of other libraries, which are not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Facts that a config records about a model; None, 0 or "" for one that it does not.
+
+    ``model``: its class. ``base``: the model that an adapter is for, ``rank``: of its matrices. ``libraries``: name ->
+    version. ``problems``: in words, what is wrong with the config.
+    """
+
+    model: str = ""
+    layers: int | None = None
+    vocabulary: int | None = None
+    rank: int | None = None
+    base: str = ""
+    libraries: tuple[tuple[str, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_model_config(folder: Path, name: str) -> ModelConfig:
+    """Return the facts of ``config.json`` or ``adapter_config.json`` in a folder. The file is read once."""
+    try:
+        config = _read_object(folder / name)
+    except OSError as error:
+        return ModelConfig(problems=(f"{name}: {unreadable(folder / name, error)}",))
+    except ValueError as error:
+        return ModelConfig(problems=(f"{name}: {error}",))
+    problems: list[str] = []
+
+    def word(value: object, key: str) -> str:
+        if value is None or (isinstance(value, str) and value.isprintable() and len(value) <= 200):
+            return str(value or "")
+        problems.append(f'{name}: "{key}" is not a name')
+        return ""
+
+    def count(values: Mapping[str, Any], *keys: str) -> int | None:
+        key = next((key for key in keys if values.get(key) is not None), None)
+        if key is None:
+            return None
+        value = values[key]
+        if type(value) is int and 0 <= value < _LARGEST_COUNT:
+            return value
+        problems.append(f'{name}: "{key}" is not a count')
+        return None
+
+    libraries = tuple(
+        (library, version) for library, key in _VERSIONS if (version := word(config.get(key), key))
+    )
+    if name == ADAPTER:
+        kind = word(config.get("peft_type"), "peft_type")
+        return ModelConfig(
+            model=f"{kind} adapter" if kind else "",
+            rank=count(config, "r"),
+            base=word(config.get("base_model_name_or_path"), "base_model_name_or_path"),
+            libraries=libraries,
+            problems=tuple(problems),
+        )
+    classes = config.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else classes or None
+    # Models of images and text have the numbers of their language model in a config of its own.
+    inner = config.get("text_config")
+    own = {key: value for key, value in config.items() if value is not None}
+    values = {**inner, **own} if isinstance(inner, dict) else own
+    return ModelConfig(
+        model=word(config.get("_class_name"), "_class_name")
+        or word(first, "architectures")
+        or word(config.get("model_type"), "model_type"),
+        layers=count(values, *_LAYERS),
+        vocabulary=count(values, "vocab_size"),
+        libraries=libraries,
+        problems=tuple(problems),
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises OSError, ValueError: with the reason in words."""
+    data = read_start(path, _LONGEST_CONFIG)
+    if data is None:
+        raise ValueError("not a regular file")
+    if len(data) == _LONGEST_CONFIG:
+        raise ValueError(f"longer than {human_size(_LONGEST_CONFIG)}, so it was not read")
+    try:
+        document = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        raise ValueError("empty" if not data else "not JSON") from None
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    return document
 
 
 def without_weights(
@@ -69,10 +173,8 @@ def _class_of(folder: Path, name: str) -> str:
         neighbors = set(os.listdir(folder))
         if name not in neighbors or not (folder / name).is_file():
             return ""
-        config = json.loads(read_start(folder / name, _LONGEST_CONFIG) or b"")
-    except (OSError, ValueError, RecursionError):
-        return ""
-    if not isinstance(config, dict):
+        config = _read_object(folder / name)
+    except (OSError, ValueError):
         return ""
     if name == ADAPTER:
         kind = config.get("peft_type")

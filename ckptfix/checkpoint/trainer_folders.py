@@ -20,11 +20,14 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, human_size
 
 _MAX_STATE = 256 << 20
+_HEAD = 64 << 10
+_HISTORY = b'"log_history"'
+"""The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step`` come before it."""
 _OF_DEEPSPEED = re.compile("global_step[0-9]+")
 """Folder of DeepSpeed's own checkpoint, which holds optimizer and scheduler."""
 
@@ -115,6 +118,39 @@ def trainer_step(checkpoint: Path) -> int:
 
 def _global_step(checkpoint: Path) -> Any:
     return json.loads(read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"")["global_step"]
+
+
+class TrainerProgress(NamedTuple):
+    """The step and the epoch of a checkpoint; None where they are not recorded. ``problem``: why, in words."""
+
+    step: int | None = None
+    epoch: float | None = None
+    problem: str = ""
+
+
+def trainer_progress(checkpoint: Path) -> TrainerProgress:
+    """Return what the head of ``trainer_state.json`` records; its history can have a million lines."""
+    is_cut = False
+    try:
+        data = read_start(checkpoint / TRAINER_STATE, _HEAD) or b""
+        if is_cut := len(data) == _HEAD:
+            data = data.partition(_HISTORY)[0].rstrip().removesuffix(b",") + b"}"
+        state = json.loads(data)
+    except OSError as error:
+        return TrainerProgress(problem=f"{TRAINER_STATE}: {unreadable(checkpoint / TRAINER_STATE, error)}")
+    except (ValueError, RecursionError):
+        why = f"no step in its first {human_size(_HEAD)}" if is_cut else "not JSON"
+        return TrainerProgress(problem=f"{TRAINER_STATE}: {why}")
+    if not isinstance(state, dict):
+        return TrainerProgress(problem=f"{TRAINER_STATE}: not a JSON object")
+    step, epoch = state.get("global_step"), state.get("epoch")
+    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53
+    is_epoch = isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
+    return TrainerProgress(
+        step=step if is_step else None,
+        epoch=epoch if is_epoch else None,
+        problem="" if is_step else f'{TRAINER_STATE}: "global_step" is not a count',
+    )
 
 
 def is_model_alone(missing: Collection[MissingState]) -> bool:

@@ -10,14 +10,14 @@ from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report
 from ckptfix.cli.several_paths import Below, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb
-from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check, verdict_of
+from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage import teams
 from ckptfix.storage.doors import made
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
-from ckptfix.wording import Line, count_of, line, unchecked_line
+from ckptfix.wording import Line
 
 
 @click.command(
@@ -36,23 +36,39 @@ from ckptfix.wording import Line, count_of, line, unchecked_line
 @click.option("--data", is_flag=True, help="Read every byte of look-alikes and check every checksum.")
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(
+    "--verbose",
+    "-v",
+    is_flag=True,
+    help="List every model, and everything that was not checked with the command that checks it.",
+)
+@click.option(
     "--null",
     "-0",
     is_flag=True,
     help="As --quiet, each path unquoted and with a NUL behind it: for xargs -0.",
 )
-def check_command(paths: tuple[str, ...], data: bool, recursive: bool, null: bool, report: Report) -> int:
+def check_command(
+    paths: tuple[str, ...], data: bool, recursive: bool, verbose: bool, null: bool, report: Report
+) -> int:
     """Find what is wrong with checkpoints.
 
     Reads headers and small samples of tensors; changes nothing.
     """
     report.quiet |= null
+    if report.quiet and verbose:
+        raise click.UsageError(f"--verbose and --{'null' if null else 'quiet'} contradict each other")
     with ExitStack() as images:
-        return _check_all(paths, data, recursive, null, report, images)
+        return _check_all(paths, data, recursive, verbose, null, report, images)
 
 
 def _check_all(
-    paths: tuple[str, ...], data: bool, recursive: bool, null: bool, report: Report, images: ExitStack
+    paths: tuple[str, ...],
+    data: bool,
+    recursive: bool,
+    verbose: bool,
+    null: bool,
+    report: Report,
+    images: ExitStack,
 ) -> int:
     below = Below(paths if recursive else (), images)
     siblings = Siblings(below.places.values(), is_recursive=True)
@@ -66,16 +82,23 @@ def _check_all(
         return result
 
     def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
-        if not report.quiet:
-            yield from result.lines() if is_alone or verdict_of(result) != CLEAN else _in_one_line(result)
-        elif result.status:
-            report.path(result.path, null=null)
+        if report.quiet:
+            if result.status:
+                report.path(result.path, null=null)
+        elif is_alone or verbose:
+            yield from result.lines(is_verbose=verbose or report.is_annotated)
+        elif result.verdict == CLEAN:
+            yield result.headline(with_codes=True)
+            yield from result.unchecked()
+        else:
+            yield from result.verdict_lines()
+            yield from result.unchecked()
 
     try:
         with report.progress(f"reading {' '.join(paths)}") as progress:
             control = Control(progress)
             batch = visit(
-                report, below if recursive else paths, work, word=verdict_of, lines=lines,
+                report, below if recursive else paths, work, word=lambda result: result.verdict, lines=lines,
                 keep=partial(report.element, "checkpoints"), annotations=_annotations,
                 threads=1 if teams.current() is not None else threads_for(paths), stop=control.stop,
             )  # fmt: skip
@@ -87,7 +110,7 @@ def _check_all(
         return report.break_off(error)
     below.report_unheld(report, batch)
     if batch.is_of_many:
-        report.show(batch.lines(VERDICTS))
+        report.show(batch.lines(VERDICTS, is_verbose=verbose or report.is_annotated))
     summary = {"summary": batch.summary(VERDICTS)} if report.form is Form.JSONL else {"checkpoints": ()}
     return report.finish(summary, batch.status)
 
@@ -102,11 +125,3 @@ def _annotations(result: CheckReport) -> Iterator[Annotation]:
         yield Annotation(finding.severity, words, result.folder.root / finding.path, finding.code)
     for words in result.all_unfinished:
         yield Annotation(Severity.ERROR, f"could not finish: {words}", result.path)
-
-
-def _in_one_line(result: CheckReport) -> Iterator[Line]:
-    """Yield one line about a checkpoint without errors and warnings, and what was not checked of it."""
-    codes = sorted({finding.code for finding in result.all_findings})
-    notes = f"; {count_of(len(result.all_findings), 'note')}: {', '.join(codes)}" if codes else ""
-    yield line(f"{result.path}: {result.counts}: no error found{notes}")
-    yield from map(unchecked_line, result.not_checked)

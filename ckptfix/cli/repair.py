@@ -63,6 +63,12 @@ _WORDS: dict[object, str] = {
               help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
 @click.option("--only", multiple=True, metavar="CODE", help="Repair findings of this code alone.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
+@click.option(
+    "--verbose",
+    "-v",
+    is_flag=True,
+    help="List everything that was not checked with the command that checks it.",
+)
 @TRANSFER
 @BREAK_LOCK
 def repair_command(
@@ -77,6 +83,7 @@ def repair_command(
     keys: str,
     only: tuple[str, ...],
     allow: tuple[str, ...],
+    verbose: bool,
     transfer: bool,
     break_lock: bool,
     report: Report,
@@ -126,7 +133,9 @@ def repair_command(
         work,
         word=_word,
         order=list(_WORDS.values()),
-        lines=RepairReceipt.outcome_lines,
+        # Of several checkpoints each sentence is gathered, and told once at the end.
+        lines=lambda receipt: receipt.outcome_lines(is_verbose=verbose or len(paths) > 1),
+        is_verbose=verbose,
         state_after=state_after_repair if output is None else partial(state_after_writing, output=output),
     )
 

@@ -110,7 +110,7 @@ COLOUR = click.Option(
 """The option of every verb that reports; it sets the colours of the context, and no verb sees it."""
 
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 _ESCAPED = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|u(?P<lone>d[89a-f]..)|.)")
 """One escape of JSON, so that a backslash which is itself escaped begins no other."""
 

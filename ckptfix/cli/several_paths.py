@@ -21,7 +21,7 @@ from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import unheld_below
 from ckptfix.storage.transactions import State, transactions
-from ckptfix.wording import Line, count_of, line, shown, unchecked_line
+from ckptfix.wording import Line, count_of, line, shown, unchecked_lines
 
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.
 
@@ -85,9 +85,12 @@ class Batch:
         words = [word for word in (*order, _FAILED, _NOT_REACHED) if self.words[word]]
         return {"checkpoints": self.words.total(), **{word: self.words[word] for word in words}}
 
-    def lines(self, order: Sequence[str]) -> Iterator[Line]:
-        """Yield what was not checked, and how many paths came to what, in this order."""
-        yield from self.unchecked.lines()
+    def lines(self, order: Sequence[str], *, is_verbose: bool = True) -> Iterator[Line]:
+        """Yield what was not checked, and how many paths came to what, in this order.
+
+        ``is_verbose``: every sentence about what was not checked, and not only their topics in one line.
+        """
+        yield from unchecked_lines(list(self.unchecked.sentences()), is_verbose=is_verbose)
         total, *words = self.summary(order).items()
         counts = ": " + ", ".join(f"{count} {word}" for word, count in words) if words else ""
         colour = "red" if self.status else "green"
@@ -176,10 +179,12 @@ def run_each(
     lines: Callable[[R], Iterable[Line]] | None = None,
     annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
+    is_verbose: bool = True,
 ) -> int:
     """Do the work on each path, print the summary of several, and return the worst exit status.
 
-    The JSON object is that of the path; of several, its ``reports`` are those of all.
+    The JSON object is that of the path; of several, its ``reports`` are those of all. ``is_verbose``: as of
+    ``Batch.lines``.
     """
     documents: list[Mapping[str, object]] = []
     batch = visit(
@@ -188,7 +193,7 @@ def run_each(
     )  # fmt: skip
     if len(paths) == 1:
         return report.finish(documents[0] if documents else {}, batch.status)
-    report.show(batch.lines(order))
+    report.show(batch.lines(order, is_verbose=is_verbose))
     return report.finish({"reports": documents}, batch.status)
 
 
@@ -274,12 +279,12 @@ class Unchecked:
         else:
             self._sentences.setdefault(key, _Sentence(words, counted)).add(path, words)
 
-    def lines(self) -> Iterator[Line]:
-        """Yield a line for each sentence."""
-        yield from map(unchecked_line, map(str, self._sentences.values()))
+    def sentences(self) -> Iterator[str]:
+        """Yield each sentence."""
+        yield from map(str, self._sentences.values())
         if self._others:
             others = count_of(self._others, "other sentence")
-            yield unchecked_line(f"{others} of this kind; --json lists all")
+            yield f"{others} of this kind; --json lists all"
 
 
 class _Sentence:

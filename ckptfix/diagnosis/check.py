@@ -1,9 +1,10 @@
 """Check of a checkpoint for damage. Reads headers and a few pages of tensors; changes nothing."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, sa
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, MissingModel, StagingFolder
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
+from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
@@ -30,7 +32,7 @@ from ckptfix.storage.reading import sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line, unchecked_lines
 
 _GENERIC = ("values of tensors", "checksums of ", "local headers of ")
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
@@ -39,6 +41,12 @@ _SPARED = "local headers of records in torch zip files of a store; ckptfix check
 
 _OF_FOLDER = ("other files next to it", "digests in ")
 """Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
+
+
+_DAMAGED, _WARNED, UNFINISHED, _STAGING, CLEAN = VERDICTS = (
+    "damaged", "with warnings", "not finished", "staging", "clean",
+)  # fmt: skip
+"""The verdicts on one of several checkpoints, the worst first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -51,7 +59,7 @@ class CheckReport(Printable, Serialized):
     """
 
     json_keys: ClassVar = (
-        "path status components=_components sharded=_sharded deepspeed=_deepspeed "
+        "path status verdict counts understood components=_components sharded=_sharded deepspeed=_deepspeed "
         "findings not_checked below? unfinished"
     )
 
@@ -63,6 +71,7 @@ class CheckReport(Printable, Serialized):
     not_checked: tuple[str, ...]
     unfinished: tuple[str, ...] = ()
     below: tuple["CheckReport", ...] = ()
+    understood: Understood = field(default_factory=Understood)
 
     @property
     def status(self) -> int:
@@ -88,8 +97,22 @@ class CheckReport(Printable, Serialized):
         )
 
     @property
-    def counts(self) -> str:
-        """The numbers of files, tensors and bytes that were read, in words."""
+    def verdict(self) -> str:
+        """The verdict in a word: one of ``VERDICTS``, by which checkpoints are counted."""
+        if self.status == 0:
+            return _STAGING if self._is_staging else CLEAN
+        if self.status == 3:
+            return UNFINISHED
+        is_damaged = any(finding.severity is Severity.ERROR for finding in self.all_findings)
+        return _DAMAGED if is_damaged else _WARNED
+
+    @property
+    def _is_staging(self) -> bool:
+        return any(isinstance(one, StagingFolder) and not one.path.parts for one in self.findings)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of files, tensors and bytes that were read, of findings, and of what was not checked."""
         components = self.folder.components
         tensors = sum(len(component.tensors) for component in components if component.role not in OF_ONE_RANK)
         tensors += sum(len(state.metadata.tensors) for state in self.sharded if state.metadata is not None)
@@ -98,7 +121,39 @@ class CheckReport(Printable, Serialized):
         files += sum(state.files for state in self.deepspeed)
         nbytes = sum(component.size for component in components)
         nbytes += sum(state.size for state in self.sharded) + sum(state.size for state in self.deepspeed)
-        return f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
+        found = Counter(f"{finding.severity.value}s" for finding in self.findings)
+        own = {
+            "files": files, "tensors": tensors, "bytes": nbytes,
+            **{f"{severity.value}s": found[f"{severity.value}s"] for severity in Severity},
+        }  # fmt: skip
+        inside = [report.counts for report in self.below]
+        sums = {key: sum((own[key], *(counts[key] for counts in inside))) for key in own}
+        return {**sums, "not_checked": len(self.not_checked)}
+
+    def headline(self, *, with_codes: bool = False, is_below: bool = False) -> Line:
+        """Return the verdict in a line. ``with_codes``: of the findings, where nothing else names them.
+
+        ``is_below``: the numbers of findings alone, as the folder above has the verdict.
+        """
+        counts = self.counts
+        codes = sorted({finding.code for finding in self.all_findings}) if with_codes else []
+        after = f": {', '.join(codes)}" if codes else ""
+        if self._is_staging:
+            return line(f"{self.path}: a staging folder, not a checkpoint{after}", bold=True)
+        found = [
+            count_of(counts[f"{severity.value}s"], severity.value)
+            for severity in Severity
+            if counts[f"{severity.value}s"]
+        ]
+        if self.all_unfinished:
+            found.insert(0, "could not finish")
+        elif not (counts["errors"] or counts["warnings"] or is_below):
+            found.insert(0, "no error found")
+        colour = "red" if counts["errors"] else "yellow" if self.status else "green"
+        numbers = ", ".join((
+            count_of(counts["files"], "file"), count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
+        ))  # fmt: skip
+        return line(f"{self.path}: {', '.join(found)} ({numbers}){after}", colour=colour, bold=True)
 
     def alone(self) -> "CheckReport":
         """Return the report without the folders below, where each checkpoint in them gets a report of its own."""
@@ -110,23 +165,31 @@ class CheckReport(Printable, Serialized):
         told = tuple(words for words in self.not_checked if not words.startswith(below))
         return replace(self, not_checked=told, below=())
 
-    def lines(self) -> Iterator[Line]:
-        """Yield the problems of the checkpoint, what to do, and what was not checked."""
+    def lines(self, *, is_verbose: bool = False) -> Iterator[Line]:
+        """Yield the verdict, the problems and what to do, what was understood, and what was not checked.
+
+        ``is_verbose``: every model, and every sentence about what was not checked.
+        """
         yield from self.verdict_lines()
-        yield from map(unchecked_line, self.not_checked)
+        understood = self.understood
+        for report in self.below:
+            understood = understood.joined(
+                report.understood, PurePosixPath(report.path.relative_to(self.path))
+            )
+        yield from understood.lines(is_verbose=is_verbose)
+        yield from unchecked_lines(self.not_checked, is_verbose=is_verbose)
+
+    def unchecked(self) -> Iterator[Line]:
+        """Yield every sentence about what was not checked, for a list of those about several checkpoints."""
+        yield from map(unchecked_line, (*self.not_checked, *self.understood.problems))
 
     def verdict_lines(self, *, is_below: bool = False) -> Iterator[Line]:
-        """Yield the problems of the checkpoint, and what to do. ``is_below``: the folder above gives the verdict."""
-        yield line(f"{self.path}: {self.counts}", bold=True)
+        """Yield the verdict, the problems, and what to do. ``is_below``: as of ``headline``."""
+        yield self.headline(is_below=is_below)
         yield from finding_lines(self.findings, str(self.path))
         for report in self.below:
-            if report.findings or report.unfinished:
+            if report.all_findings or report.all_unfinished:
                 yield from report.verdict_lines(is_below=True)
-            else:
-                yield line(f"{report.path}: {report.counts}: no error found")
-        is_clean = self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings)
-        if is_clean and not is_below:
-            yield line("no error found in what was checked", colour="green")
         salvages = list(salvage_lines(self.findings, str(self.path)))
         if any(finding.is_fixable for finding in self.findings) and not self.unfinished:
             # A repair brings no data back, and can delete a duplicate: first what is intact gets out.
@@ -147,23 +210,6 @@ class CheckReport(Printable, Serialized):
 
     def _deepspeed(self) -> list[dict[str, object]]:
         return [dict(items(state, "path bytes=size files tensors")) for state in self.deepspeed]
-
-
-_DAMAGED, _WARNED, UNFINISHED, _STAGING, CLEAN = VERDICTS = (
-    "damaged", "with warnings", "not finished", "staging", "clean",
-)  # fmt: skip
-"""The verdicts on one of several checkpoints, the worst first."""
-
-
-def verdict_of(result: CheckReport) -> str:
-    """Return the verdict in a word, by which checkpoints are counted."""
-    if result.status == 0:
-        is_staging = any(isinstance(one, StagingFolder) and not one.path.parts for one in result.findings)
-        return _STAGING if is_staging else CLEAN
-    if result.status == 3:
-        return UNFINISHED
-    is_damaged = any(finding.severity is Severity.ERROR for finding in result.all_findings)
-    return _DAMAGED if is_damaged else _WARNED
 
 
 def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
@@ -199,7 +245,7 @@ def check(
         pending = interrupted(target) + interrupted_inside(target)
         if not pending:
             ensure_checkpoint(folder)
-        diagnosis = diagnose(folder, data=data, progress=progress)
+        diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking: tuple[Finding, ...] = ()
     if target.only is None and not any(
         isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
@@ -222,6 +268,7 @@ def check(
         ),
         unfinished=(*diagnosis.unfinished, *unheld),
         below=below,
+        understood=understand(diagnosis),
     )
 
 

@@ -1,7 +1,7 @@
 """Diagnosis of a scanned folder. Reads tensor bytes only where two entries agree in keys, dtypes and shapes."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
@@ -9,7 +9,7 @@ from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
-from ckptfix.checkpoint.manifest import REPORT, usable_manifest
+from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.dataclass import dataclass
@@ -37,14 +37,14 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
-from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
+from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.wording import list_names
+from ckptfix.wording import count_of, list_names
 
 _MAX_HOPS = 40
 """Limit of the links that Linux follows for one path (path_resolution(7)); more count as a loop."""
@@ -104,7 +104,8 @@ class Diagnosis:
 
     ``unfinished``: files that may not be read, each with its path, the reason, and the command that helps.
 
-    ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the journal. ``links``:
+    ``manifest``: that of the save, None without one. ``digests``: of the bytes that were read to prove a
+    duplicate, by kept file, for the journal. ``links``:
     the symbolic links of a folder with a file that a repair may drop or move, and their targets
     (``links_below``).
     """
@@ -113,6 +114,8 @@ class Diagnosis:
     sharded: tuple[DcpFolder, ...]
     deepspeed: tuple[DeepSpeedState, ...]
     groups: tuple[ModelFiles, ...]
+    optimizers: tuple[SavedOptimizer, ...]
+    manifest: Manifest | None
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
     unfinished: tuple[str, ...]
@@ -133,6 +136,7 @@ def diagnose(
     data: bool = False,
     drops: Iterable[Role] = (),
     known: Verdicts | None = None,
+    looked_at: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
@@ -140,7 +144,7 @@ def diagnose(
     By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files to be
     dropped (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check
     --data``). ``drops``: the roles whose equal entries will be dropped. ``known``: earlier comparisons that
-    still hold. ``progress`` is called with byte counts.
+    still hold. ``looked_at``: names of files that the caller reads. ``progress`` is called with byte counts.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
@@ -187,9 +191,9 @@ def diagnose(
         of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
         findings += of_items
     damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
-    findings += diagnose_optimizers(
-        folder, sharded, frozenset(one.path for one in findings), has_deepspeed=bool(deepspeed)
-    )
+    optimizers = tuple(saved_optimizers(folder, sharded))
+    explained = frozenset(one.path for one in findings)
+    findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
     of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
@@ -206,8 +210,13 @@ def diagnose(
         sharded=sharded,
         deepspeed=deepspeed,
         groups=groups,
+        optimizers=optimizers,
+        manifest=evidence.manifest,
         findings=tuple(findings),
-        not_checked=(*_not_checked(folder, sharded, deepspeed, findings, data=data), *of_save.unchecked),
+        not_checked=(
+            *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
+            *of_save.unchecked,
+        ),
         unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),
         verdicts=verdicts,
         digests=digests,
@@ -254,6 +263,7 @@ def _not_checked(
     sharded: Sequence[DcpFolder],
     deepspeed: Sequence[DeepSpeedState],
     findings: list[Finding],
+    looked_at: Collection[str],
     *,
     data: bool,
 ) -> tuple[str, ...]:
@@ -272,8 +282,8 @@ def _not_checked(
     ]
     sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
     if sampled:
-        comparisons = "1 comparison" if sampled == 1 else f"{sampled} comparisons"
-        words.append(f"{comparisons} read samples only; ckptfix check --data reads every byte")
+        pairs = count_of(sampled, "pair")
+        words.append(f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte")
     words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
@@ -283,7 +293,7 @@ def _not_checked(
         words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(REPORT), *(one.path for one in findings if isinstance(one, InterruptedSave))}
-    strays = [str(path) for path in folder.strays if path not in known]
+    strays = [str(path) for path in folder.strays if path not in known and path.name not in looked_at]
     if strays and folder.only is None:
         words.append(f"other files next to it: {list_names(strays)}")
     return tuple(words)

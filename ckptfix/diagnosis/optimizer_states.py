@@ -53,23 +53,31 @@ _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_LAST_STEP = 1 << 53
+"""A larger number in a pickle is not a step, and Python refuses to print one of more than 4300 digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOptimizer:
     """An optimizer as its headers show it. ``path``: of its file or folder.
 
-    ``groups``: the parameters of each param group; numbers as text, or keys. ``states``: parameter -> state -> shape,
-    None for another value than a plain tensor. ``is_plain``: its hyperparameters are those of torch's own optimizers.
-    ``is_named``: by keys. ``index``: its position.
+    ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
+    ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
+    where it is kept in tensors, as torch does since 1.12. ``is_named``: by keys. ``index``: its position.
     """
 
     path: PurePosixPath
     index: int
     is_named: bool
-    is_plain: bool
+    options: frozenset[str]
     groups: tuple[tuple[str, ...], ...] = field(repr=False)
     states: Mapping[str, Mapping[str, Shape | None]] = field(repr=False)
+    step: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether its hyperparameters are those of torch's own optimizers."""
+        return self.options <= _OPTIONS
 
     @property
     def parameters(self) -> list[str]:
@@ -81,13 +89,14 @@ def diagnose_optimizers(
     folder: CheckpointFolder,
     sharded: Sequence[DcpFolder],
     damaged: frozenset[PurePosixPath],
+    saved: Sequence[SavedOptimizer],
     *,
     has_deepspeed: bool,
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the optimizers of a scanned folder. ``damaged``: files with another finding."""
-    if folder.only is not None and not folder.components:
-        return
-    optimizers = list(_optimizers(folder, sharded, damaged))
+    """Yield what is wrong with the ``saved`` optimizers of a folder. ``damaged``: files with another finding."""
+    known = {one.path for one in folder.components if one.path in damaged}
+    known |= {one.path for one in sharded if damaged.intersection((one.metadata_path, *one.named))}
+    optimizers = [one for one in saved if one.path not in known]
     if not optimizers:
         return
     weights = _Weights(folder, sharded, damaged, has_deepspeed=has_deepspeed)
@@ -97,17 +106,16 @@ def diagnose_optimizers(
         yield from _of_weights(one, weights)
 
 
-def _optimizers(
-    folder: CheckpointFolder, sharded: Sequence[DcpFolder], damaged: frozenset[PurePosixPath]
-) -> Iterator[SavedOptimizer]:
+def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[SavedOptimizer]:
+    """Yield the optimizers of a scanned folder whose headers or metadata can be read."""
     for component in folder.components:
         is_one = component.role is Role.OPTIMIZER and component.name.rank is None
-        if is_one and isinstance(component.content, TorchFile) and component.path not in damaged:
+        if is_one and isinstance(component.content, TorchFile):
             found = _of_file(component, component.content)
             if found is not None:
                 yield found
     for state in sharded:
-        if state.metadata is not None and not damaged.intersection((state.metadata_path, *state.named)):
+        if state.metadata is not None:
             yield from optimizers_of(state)
 
 
@@ -118,6 +126,7 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
         return None
     groups: list[tuple[str, ...]] = []
     options: set[str] = set()
+    steps: list[int] = []
     states: dict[str, dict[str, Shape | None]] = {}
     left = len(file.tree.data)  # a few bytes can refer to one long list again and again
     try:
@@ -133,6 +142,9 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
         for key, state in pairs(child(root, _STATE)):
             name = _name(key)
             if name is not None and is_dict_like(state):
+                step = child(state, "step")
+                if type(step) is int and 0 <= step <= _LAST_STEP:
+                    steps.append(step)
                 states[name] = {
                     word.value: _shape(word, value, known)
                     for word, value in pairs(state)
@@ -147,9 +159,10 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
         path=component.path,
         index=component.name.index,
         is_named=any(not name.isdecimal() for group in groups for name in group),
-        is_plain=options <= _OPTIONS,
+        options=frozenset(options),
         groups=tuple(groups),
         states=states,
+        step=max(steps, default=None),
     )
 
 
@@ -196,7 +209,7 @@ def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
             path=state.path,
             index=state.name.index if state.name is not None else 0,
             is_named=not all(map(str.isdecimal, parts.states)),
-            is_plain=parts.options <= _OPTIONS,
+            options=frozenset(parts.options),
             groups=tuple(parts.groups),
             states=parts.states,
         )

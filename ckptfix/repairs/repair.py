@@ -65,7 +65,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import transactions
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, shown, unchecked_line
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, shown, unchecked_lines
 
 if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
@@ -120,8 +120,11 @@ class RepairReceipt(Printable, Serialized):
         yield from plan_lines(self.path, self.steps, self.unplanned)
         yield from self.outcome_lines()
 
-    def outcome_lines(self) -> Iterator[Line]:
-        """Yield the outcome, the findings that are left, and the command to undo."""
+    def outcome_lines(self, *, is_verbose: bool = False) -> Iterator[Line]:
+        """Yield the outcome, the findings that are left, and the command to undo.
+
+        ``is_verbose``: every sentence about what was not checked.
+        """
         if self.recovered:
             yield line(
                 f"an interrupted earlier run was {'finished' if self.finished else 'rolled back'} first"
@@ -141,7 +144,7 @@ class RepairReceipt(Printable, Serialized):
         if self.transaction is not None:
             yield line(f"to undo: {command('undo', self.path)}")
         yield from (line(words, colour="yellow") for words in self.advice)
-        yield from map(unchecked_line, self._unchecked())
+        yield from unchecked_lines(self._unchecked(), is_verbose=is_verbose)
 
     def _left_now(self) -> list[dict[str, object]]:
         """Return the findings that are left, with commands for their folder."""

@@ -16,7 +16,7 @@ from time import monotonic, time
 from typing import Any, ClassVar
 
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check, verdict_of
+from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
@@ -285,9 +285,9 @@ class Scrub:
             structure, looked = last.verdict["structure"], last.looked
         else:
             report = check(root, siblings=self.siblings, progress=self.progress).alone()
-            structure, looked = {"verdict": verdict_of(report), **report.as_json()}, now
+            document, looked = report.as_json(), now
             structure = {
-                key: structure[key] for key in ("verdict", "status", "findings", "not_checked", "unfinished")
+                key: document[key] for key in ("verdict", "status", "findings", "not_checked", "unfinished")
             }
         recorded = Recorded(readable_manifest(root), Target(root, None))
         own = {name: state for name, state in files.items() if not _is_own(name)}

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The one JSON object on stdout."""
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert document["version"] == 1
+    assert document["version"] == 2
     return document
 
 
@@ -364,7 +364,7 @@ def test_the_module_is_the_command(folder: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert json.loads(result.stdout)["version"] == 1
+    assert json.loads(result.stdout)["version"] == 2
 
 
 def test_no_colour_and_no_bar_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

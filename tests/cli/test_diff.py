@@ -59,7 +59,7 @@ def test_json_is_one_object_at_every_status(
 ) -> None:
     assert run(["diff", *files, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert (document["version"], document["status"], len(document["models"][0]["tensors"])) == (1, 1, 7)
+    assert (document["version"], document["status"], len(document["models"][0]["tensors"])) == (2, 1, 7)
     assert run(["diff", *files, "--rtol", "0.5", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["summary"]["within tolerance"] == 3
     assert run(["diff", files[0], str(tmp_path / "none"), "--json"]) == 2
@@ -153,7 +153,7 @@ def test_json_is_printed_tensor_by_tensor(
     files: "tuple[str, str]", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = diff(*files)
-    whole = json.dumps({"version": 1, **result.as_json(), "status": 1}) + "\n"
+    whole = json.dumps({"version": 2, **result.as_json(), "status": 1}) + "\n"
     monkeypatch.setattr(report, "_BLOCK", 100)
     printed: list[str] = []
     monkeypatch.setattr(click, "echo", lambda text, **options: printed.append(text))
@@ -178,7 +178,7 @@ def test_reports_within_reports_are_printed_as_they_are(
     many: "tuple[Part, ...]", capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.Report(report.Form.JSON).finish({"many": many, "inside": Part(*many), "c": 1}, 0)
-    expected = {"version": 1, **plain({"many": many, "inside": Part(*many), "c": 1}), "status": 0}
+    expected = {"version": 2, **plain({"many": many, "inside": Part(*many), "c": 1}), "status": 0}
     assert capsys.readouterr().out == json.dumps(expected) + "\n"
 
 

@@ -55,7 +55,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert err == ""
     assert out.count("\n") == 1
     document: dict[str, Any] = json.loads(out)
-    assert document["version"] == 1
+    assert document["version"] == 2
     return document
 
 

@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     run([*map(str, arguments), "--json"])
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert document.pop("version") == 1
+    assert document.pop("version") == 2
     return document
 
 

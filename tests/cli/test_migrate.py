@@ -52,7 +52,7 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     target = folder.parent / "b"
     assert run(["migrate", str(folder), str(target), "--to", "bin", "--json", "--no-verify"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["version"] == 1
+    assert document["version"] == 2
     assert document["status"] == 0
     assert document["verified"] is False
     assert document["models"][0] == {

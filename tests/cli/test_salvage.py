@@ -34,10 +34,11 @@ def test_json_at_every_status(damaged: Path, capsys: pytest.CaptureFixture[str])
     new = str(damaged.parent / "new")
     assert run(["salvage", str(damaged), new, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert (document["version"], document["status"]) == (1, 1)
+    assert (document["version"], document["status"]) == (2, 1)
     assert [one["have"] for one in document["lost"]] == [156, 0, 0]
     saved = json.loads(Path(new, "salvage.json").read_text())
-    assert {**saved, "status": 1} == document
+    assert saved["version"] == 1, "the format of this file, and not that of the output"
+    assert {**saved, "version": 2, "status": 1} == document
     assert run(["salvage", str(damaged), new, "--json"]) == 2
     assert "exists" in json.loads(capsys.readouterr().out)["error"]
     damaged.write_bytes(damaged.read_bytes()[:20])

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert document["version"] == 1
+    assert document["version"] == 2
     return document
 
 

@@ -52,12 +52,25 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Pat
     assert run(["check", "-r", str(runs)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "4 checkpoints: 3 damaged, 1 clean"
+    assert lines[-2] == (
+        "not checked: values of tensors, checksums of tensor records in torch zip files, 2 pairs in full; "
+        "for details: ckptfix check -v"
+    )
+    assert sum(line.startswith("not checked") for line in lines) == 1
+    (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))
+    assert clean == f"{runs}/1: no error found, 1 note (1 file, 1 tensor, 65 B): wrapper-prefix"
+    assert not any(line.startswith("  model") for line in lines), "of each checkpoint only what is wrong"
+
+    assert run(["check", "-r", "-v", str(runs)]) == 1
+    lines = capsys.readouterr().out.splitlines()
     unchecked = [line for line in lines if line.startswith("not checked")]
     assert lines[-1 - len(unchecked) : -1] == unchecked
-    assert "not checked: 2 comparisons read samples only; ckptfix check --data reads every byte" in unchecked
+    assert (
+        "not checked: 2 pairs in full: compared by samples only; ckptfix check --data reads every byte"
+        in unchecked
+    )
     assert len({line.split(";")[0].split("(")[0] for line in unchecked}) == len(unchecked)
-    (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))
-    assert clean.endswith(": no error found; 1 note: wrapper-prefix")
+    assert "  model      lone.safetensors: 1 tensor, U8, 1 B" in lines
 
 
 def test_warnings_and_failures_have_words_of_their_own(runs: Path, capsys: Capture) -> None:
@@ -153,7 +166,7 @@ def test_json_of_several_is_one_object(verb: str, runs: Path, capsys: Capture) -
         expected.append(json.loads(json.dumps(one).replace(str(alone), str(runs))))
     status = run([verb, *(str(runs / name) for name in names), "--json"])
     document = printed(capsys)
-    assert document == {"version": 1, "reports": expected, "status": status}
+    assert document == {"version": 2, "reports": expected, "status": status}
     assert status == max(one["status"] for one in expected) == 2
 
 
@@ -255,8 +268,8 @@ def interrupt_at(point: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 SENTENCES = {
-    "a": ["1 comparison read samples only", "values", "see: ckptfix verify a", "files: 'x', 'y'"],
-    "b b": ["2 comparisons read samples only", "values", "see: ckptfix verify 'b b'", "files: 'z'"],
+    "a": ["1 pair in full: samples only", "values", "see: ckptfix verify a", "files: 'x', 'y'"],
+    "b b": ["2 pairs in full: samples only", "values", "see: ckptfix verify 'b b'", "files: 'z'"],
     "c": ["values", "optimizer.bin: cut at 5", "other"],
     "d": ["optimizer.bin: cut at 7"],
     "values": ["values"],
@@ -268,8 +281,8 @@ def test_what_was_not_checked_is_folded() -> None:
     for path, sentences in SENTENCES.items():
         for words in sentences:
             unchecked.add(path, words)
-    assert [one.unchecked for one in unchecked.lines()] == [
-        "3 comparisons read samples only",
+    assert list(unchecked.sentences()) == [
+        "3 pairs in full: samples only",
         "values",
         "see: ckptfix verify a (and 1 more checkpoint)",
         "files: 'x', 'y' (and 1 more checkpoint)",
@@ -282,8 +295,8 @@ def test_sentences_without_end_are_counted() -> None:
     unchecked = Unchecked()
     for number in range(1000):
         unchecked.add("a", "x" * number)
-    *_, last = unchecked.lines()
-    assert last.unchecked == "800 other sentences of this kind; --json lists all"
+    *_, last = unchecked.sentences()
+    assert last == "800 other sentences of this kind; --json lists all"
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
@@ -305,14 +318,14 @@ def test_results_are_printed_as_they_come(
     parts = [*seen[1:], capsys.readouterr().out]
     assert seen[0] == ""
     if form == "json":
-        assert json.loads("".join(parts)) == {"version": 1, "checkpoints": expected, "status": 1}
+        assert json.loads("".join(parts)) == {"version": 2, "checkpoints": expected, "status": 1}
         assert all(path in part for path, part in zip("124", parts, strict=False))
         return
     *ones, summary = map(json.loads, "".join(parts).splitlines())
     assert ones == expected
     assert [len(part.splitlines()) for part in parts] == [1, 1, 1, 2]
     assert summary == {
-        "version": 1,
+        "version": 2,
         "summary": {"checkpoints": 4, "damaged": 3, "clean": 1},
         "status": 1,
     }

@@ -42,7 +42,7 @@ def damaged(tmp_path: Path) -> Path:
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert document["version"] == 1
+    assert document["version"] == 2
     return document
 
 

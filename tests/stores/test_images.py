@@ -239,7 +239,7 @@ def test_one_object_is_checked_as_one_file(url: str) -> None:
     uploaded(url)
     report = check(f"{url}/model.safetensors")
     assert [str(one.path) for one in report.folder.components] == ["model.safetensors"]
-    assert str(report).startswith(f"{url}/model.safetensors: 1 file, 4 tensors")
+    assert str(report).startswith(f"{url}/model.safetensors: no error found (1 file, 4 tensors")
     assert report.as_json()["path"] == f"{url}/model.safetensors"
     with pytest.raises(UsageError, match=f"{url}/random_states_9.pkl does not exist"):
         check(f"{url}/random_states_9.pkl")

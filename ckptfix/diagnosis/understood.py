@@ -1,0 +1,326 @@
+"""Summary of a checkpoint as a check understood it: models, optimizers, processes, step, libraries.
+
+A person who reads it sees a mistake that no rule knows: another model's config, an optimizer of half the parameters, a
+step of yesterday. All of it is from headers that a check reads anyway, the manifest, and three small JSON files.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from math import prod
+from pathlib import PurePosixPath
+from typing import ClassVar
+
+from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.entries import ModelFiles
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
+from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.diagnose import Diagnosis
+from ckptfix.diagnosis.optimizer_states import SavedOptimizer
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.reports import Serialized
+from ckptfix.wording import Line, count_of, few, human_size, line
+
+_OPTIMIZERS = (
+    ("momentum_decay", {"mu_product", "exp_avg", "exp_avg_sq"}, "NAdam"),
+    ("amsgrad", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "Adam or AdamW"),
+    ("dampening", {"momentum_buffer"}, "SGD"),
+    ("centered", {"square_avg", "momentum_buffer", "grad_avg"}, "RMSprop"),
+    ("initial_accumulator_value", {"sum"}, "Adagrad"),
+    ("rho", {"square_avg", "acc_delta"}, "Adadelta"),
+)
+"""An option that only this optimizer of torch has, the states that it may keep, and its name (torch 2.13)."""
+
+
+READ_BY_UNDERSTAND = (CONFIG, ADAPTER, TRAINER_STATE)
+"""The files that nothing but ``understand`` reads."""
+
+
+class _Recorded(Serialized):
+    """Base of values whose keys are left out where nothing is recorded, so that 0 is a number and not a gap."""
+
+    __slots__ = ()
+
+    def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
+        """Yield the keys that have a value."""
+        return ((key, value) for key, value in super().json_items(at) if value not in (None, "", (), {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderstoodModel(_Recorded):
+    """A model, or another file with tensors (``is_model`` off). ``path``: its file, folder, or the index of its files.
+
+    ``kind``: its class, as a config or the manifest records it. ``format``: of a folder. ``nbytes``: of the tensors,
+    None where no header has their shapes.
+    """
+
+    json_keys: ClassVar = (
+        "path is_model files class=kind format layers vocabulary rank base tensors bytes=nbytes dtypes"
+    )
+
+    path: PurePosixPath
+    is_model: bool = True
+    files: int | None = None
+    kind: str = ""
+    format: str = ""
+    layers: int | None = None
+    vocabulary: int | None = None
+    rank: int | None = None
+    base: str = ""
+    tensors: int = 0
+    nbytes: int | None = None
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        name = f"{self.path}/" if self.format else str(self.path)
+        facts = [
+            self.format,
+            self.kind,
+            f"rank {self.rank}" if self.rank is not None else "",
+            f"of {self.base}" if self.base else "",
+            count_of(self.layers, "layer") if self.layers is not None else "",
+            f"vocabulary {self.vocabulary}" if self.vocabulary is not None else "",
+        ]
+        about = ", ".join(filter(None, facts))
+        if len(self.dtypes) > 1:
+            by_size = sorted(self.dtypes.items(), key=lambda pair: -pair[1])
+            dtypes = " and ".join(f"{count} {dtype}" for dtype, count in by_size[:3])
+        else:
+            dtypes = "".join(self.dtypes)
+        numbers = [
+            count_of(self.tensors, "tensor"),
+            dtypes,
+            human_size(self.nbytes) if self.nbytes is not None else "",
+            count_of(self.files, "file") if self.files is not None and self.files > 1 else "",
+        ]
+        return f"{name}{f' ({about})' if about else ''}: {', '.join(filter(None, numbers))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderstoodOptimizer(_Recorded):
+    """An optimizer. ``kind``: its class by the manifest, else by its keys; "" for an unknown one.
+
+    ``states``: the names of what it keeps for a parameter.
+    """
+
+    json_keys: ClassVar = "path class=kind format parameters states step"
+
+    path: PurePosixPath
+    kind: str
+    format: str
+    parameters: int
+    states: tuple[str, ...]
+    step: int | None = None
+
+    def __str__(self) -> str:
+        name = f"{self.path}/" if self.format else str(self.path)
+        states = "" if self.kind else f"states {', '.join(self.states[:4])}" if self.states else "no states"
+        about = ", ".join(filter(None, (self.format, self.kind or states)))
+        step = f", step {self.step}" if self.step is not None else ""
+        return f"{name} ({about}): {count_of(self.parameters, 'parameter')}{step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Understood(_Recorded):
+    """Facts about one folder, as they were understood.
+
+    ``libraries``: name -> version. ``problems``: of small JSON files, in words. ``config``: the model of a config that none of several models is known to be.
+    """
+
+    json_keys: ClassVar = "models optimizers config processes step epoch libraries problems"
+
+    models: tuple[UnderstoodModel, ...] = ()
+    optimizers: tuple[UnderstoodOptimizer, ...] = ()
+    config: str = ""
+    processes: int | None = None
+    step: int | None = None
+    epoch: float | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def joined(self, below: "Understood", folder: PurePosixPath) -> "Understood":
+        """Return this with what was understood of a sub-folder, by its paths from here."""
+        return replace(
+            self,
+            models=self.models + tuple(replace(one, path=folder / one.path) for one in below.models),
+            optimizers=self.optimizers
+            + tuple(replace(one, path=folder / one.path) for one in below.optimizers),
+            libraries={**below.libraries, **self.libraries},
+            problems=self.problems + tuple(f"{folder}/{words}" for words in below.problems),
+        )
+
+    def lines(self, *, is_verbose: bool = False) -> Iterator[Line]:
+        """Yield a line for each fact; of many models only the first few, unless ``is_verbose``."""
+        models = [str(one) for one in self.models if one.is_model]
+        others = [str(one) for one in self.models if not one.is_model]
+        optimizers = list(map(str, self.optimizers))
+        for label, values, many in (
+            ("model", models, "models"),
+            ("file", others, "files"),
+            ("config", [self.config] if self.config else [], ""),
+            ("optimizer", optimizers, "optimizers"),
+        ):
+            texts = [f"  {label:9}  {value}" for value in values]
+            yield from map(line, texts) if is_verbose else few(texts, many)
+        progress = [f"step {self.step}"] if self.step is not None else []
+        progress += [f"epoch {self.epoch:g}"] if self.epoch is not None else []
+        if progress:
+            yield line(f"  {'run':9}  {', '.join(progress)}")
+        saved_by = [count_of(self.processes, "process")] if self.processes is not None else []
+        saved_by += [f"{library} {version}" for library, version in self.libraries.items()]
+        if saved_by:
+            yield line(f"  {'saved by':9}  {', '.join(saved_by)}")
+        yield from (line(f"  {words}", colour="yellow") for words in self.problems)
+
+
+def understand(diagnosis: Diagnosis) -> Understood:
+    """Return what is known of a diagnosed folder. Reads up to three small JSON files, each once."""
+    folder, manifest = diagnosis.folder, diagnosis.manifest
+    names = {path.name for path in folder.strays} if folder.only is None else set()
+    configs = {name: read_model_config(folder.root, name) for name in (CONFIG, ADAPTER) if name in names}
+    progress = trainer_progress(folder.root) if TRAINER_STATE in names else TrainerProgress()
+    models = list(_models(diagnosis))
+    described, config = _described(models, configs)
+    libraries = {library: version for one in configs.values() for library, version in one.libraries}
+    problems = [words for one in configs.values() for words in one.problems]
+    return Understood(
+        models=described,
+        optimizers=tuple(_optimizer(one, diagnosis) for one in diagnosis.optimizers),
+        config=config,
+        processes=manifest.world_size if manifest is not None else _processes(folder),
+        step=progress.step,
+        epoch=progress.epoch,
+        libraries={**(manifest.versions if manifest is not None else {}), **libraries},
+        problems=tuple(problems) + ((progress.problem,) if progress.problem else ()),
+    )
+
+
+def _processes(folder: CheckpointFolder) -> int | None:
+    """Return the number of processes that left random states; one process of the Trainer has no number."""
+    is_of_one = any(one.role is Role.RNG_STATE and one.name.rank is None for one in folder.components)
+    return folder.processes or (1 if is_of_one else None)
+
+
+def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
+    """Yield the models whose headers could be read; a finding is about every other one."""
+    for group in diagnosis.groups:
+        members = [one for one in group.members if one.content is not None]
+        is_weights = bool(members) and members[0].role in (Role.MODEL, Role.UNKNOWN)
+        if is_weights and group.stale_of is None and any(one.tensors for one in members):
+            yield _of_files(group, members, diagnosis.manifest)
+    for state in diagnosis.sharded:
+        if state.model is not None:
+            yield _of_dcp(state, diagnosis.manifest)
+    for of_ranks in diagnosis.deepspeed:
+        if of_ranks.tensors:
+            files = of_ranks.files or None
+            yield UnderstoodModel(
+                path=of_ranks.path, format="DeepSpeed", tensors=of_ranks.tensors, files=files
+            )
+
+
+def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifest | None) -> UnderstoodModel:
+    first = members[0]
+    path = group.index_path if group.index_path is not None and len(group.members) > 1 else first.path
+    own = first.role is Role.MODEL or first.name.is_of_library or first.whole is not None
+    files = (*group.members, *([group.index] if group.index is not None else []))
+    nbytes, dtypes = 0, Counter[str]()
+    for member in members:
+        # Tied weights are in a torch file under two keys, and their bytes are there once.
+        counted: set[tuple[int, int]] = set()
+        for tensor in member.tensors:
+            dtypes[tensor.dtype] += 1
+            if tensor.data_offsets is None or tensor.data_offsets not in counted:
+                nbytes += _bytes_of(tensor.dtype, tensor.shape)
+            if tensor.data_offsets is not None:
+                counted.add(tensor.data_offsets)
+    return UnderstoodModel(
+        path=path,
+        is_model=own,
+        files=len(group.members),
+        kind=_recorded(manifest, "models", str(path), {str(one.path): one.size for one in files}),
+        tensors=dtypes.total(),
+        nbytes=nbytes,
+        dtypes=dtypes,
+    )
+
+
+def _of_dcp(state: DcpFolder, manifest: Manifest | None) -> UnderstoodModel:
+    assert state.model is not None
+    scope = state.model
+    keys = {".".join((*scope.path, name)) for name in scope.names}
+    tensors = [one for one in state.tensors if one.fqn in keys]
+    return UnderstoodModel(
+        path=state.path,
+        files=len(state.data),
+        kind=_recorded(manifest, "models", str(state.path), _sizes(state)),
+        format="DCP",
+        tensors=len(tensors) or len(scope.names),
+        nbytes=sum(_bytes_of(one.dtype or "", one.shape) for one in tensors) if tensors else None,
+        dtypes=Counter(one.dtype or one.torch_dtype for one in tensors),
+    )
+
+
+def _bytes_of(dtype: str, shape: Iterable[int]) -> int:
+    return prod(shape) * DTYPE_BITS.get(dtype, 0) // 8
+
+
+def _optimizer(saved: SavedOptimizer, diagnosis: Diagnosis) -> UnderstoodOptimizer:
+    state = next((one for one in diagnosis.sharded if one.path == saved.path), None)
+    sizes = {str(one.path): one.size for one in diagnosis.folder.components if one.path == saved.path}
+    if state is not None:
+        sizes = _sizes(state)
+    states = {name: None for own in saved.states.values() for name in own}
+    kept = states.keys() - {"step"}
+    by_keys = next((name for option, own, name in _OPTIMIZERS if option in saved.options and kept <= own), "")
+    return UnderstoodOptimizer(
+        path=saved.path,
+        kind=_recorded(diagnosis.manifest, "optimizers", str(saved.path), sizes) or by_keys,
+        format="DCP" if state is not None else "",
+        parameters=len(set(saved.parameters)) or len(saved.states),
+        states=tuple(states),
+        step=saved.step,
+    )
+
+
+def _sizes(state: DcpFolder) -> dict[str, int]:
+    return {str(path): file.size for path, file in state.files.items()}
+
+
+def _recorded(manifest: Manifest | None, kind: str, label: str, sizes: Mapping[str, int]) -> str:
+    """Return the class that a save recorded for an entry, "" where its files are not those that the save wrote."""
+    if manifest is None or not sizes or any(manifest.files.get(path) != size for path, size in sizes.items()):
+        return ""
+    entries = manifest.models if kind == "models" else manifest.optimizers
+    recorded = next((one.type for one in entries if one.file == label), "")
+    return recorded.rpartition(".")[2]
+
+
+def _described(
+    models: list[UnderstoodModel], configs: Mapping[str, ModelConfig]
+) -> tuple[tuple[UnderstoodModel, ...], str]:
+    """Return the models with the facts of the configs, and in words a config that cannot be matched with one."""
+    left: list[str] = []
+    for name, config in configs.items():
+        of_name = [
+            number
+            for number, one in enumerate(models)
+            if one.is_model and one.path.name.startswith("adapter_model") == (name == ADAPTER)
+        ]
+        if len(of_name) == 1:
+            number = of_name[0]
+            models[number] = replace(
+                models[number],
+                kind=config.model or models[number].kind,
+                layers=config.layers,
+                vocabulary=config.vocabulary,
+                rank=config.rank,
+                base=config.base,
+            )
+        elif config.model:
+            left.append(f"{name} ({config.model})")
+    return tuple(models), ", ".join(left)
