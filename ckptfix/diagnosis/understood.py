@@ -41,13 +41,13 @@ READ_BY_UNDERSTAND = (CONFIG, ADAPTER, TRAINER_STATE)
 
 
 class _Recorded(Serialized):
-    """Base of values whose keys are left out where nothing is recorded, so that 0 is a number and not a gap."""
+    """Base of values whose keys are left out where nothing is recorded; 0 and empty lists are values."""
 
     __slots__ = ()
 
     def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
         """Yield the keys that have a value."""
-        return ((key, value) for key, value in super().json_items(at) if value not in (None, "", (), {}))
+        return ((key, value) for key, value in super().json_items(at) if value not in (None, "", {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,8 @@ class UnderstoodOptimizer(_Recorded):
 class Understood(_Recorded):
     """Facts about one folder, as they were understood.
 
-    ``libraries``: name -> version. ``problems``: of small JSON files, in words. ``config``: the model of a config that none of several models is known to be.
+    ``libraries``: name -> version. ``problems``: of small JSON files, in words. ``config``: the model of a config,
+    where several models may be it.
     """
 
     json_keys: ClassVar = "models optimizers config processes step epoch libraries problems"

@@ -58,7 +58,7 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Pat
     )
     assert sum(line.startswith("not checked") for line in lines) == 1
     (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))
-    assert clean == f"{runs}/1: no error found, 1 note (1 file, 1 tensor, 65 B): wrapper-prefix"
+    assert clean == f"{runs}/1: no error found, 1 note (4 files, 5 tensors, 19.8 KiB): wrapper-prefix"
     assert not any(line.startswith("  model") for line in lines), "of each checkpoint only what is wrong"
 
     assert run(["check", "-r", "-v", str(runs)]) == 1
