@@ -36,6 +36,9 @@ _OPTIMIZERS = (
 """An option that only this optimizer of torch has, the states that it may keep, and its name (torch 2.13)."""
 
 
+_MOST_STATES = 16
+"""No optimizer keeps as many states for a parameter; a hostile pickle can name a million."""
+
 READ_BY_UNDERSTAND = (CONFIG, ADAPTER, TRAINER_STATE)
 """The files that nothing but ``understand`` reads."""
 
@@ -245,7 +248,7 @@ def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifes
         files=len(group.members),
         kind=_recorded(manifest, "models", str(path), {str(one.path): one.size for one in files}),
         tensors=dtypes.total(),
-        nbytes=nbytes,
+        nbytes=_bounded(nbytes),
         dtypes=dtypes,
     )
 
@@ -261,9 +264,14 @@ def _of_dcp(state: DcpFolder, manifest: Manifest | None) -> UnderstoodModel:
         kind=_recorded(manifest, "models", str(state.path), _sizes(state)),
         format="DCP",
         tensors=len(tensors) or len(scope.names),
-        nbytes=sum(_bytes_of(one.dtype or "", one.shape) for one in tensors) if tensors else None,
+        nbytes=_bounded(sum(_bytes_of(one.dtype or "", one.shape) for one in tensors)) if tensors else None,
         dtypes=Counter(one.dtype or one.torch_dtype for one in tensors),
     )
+
+
+def _bounded(nbytes: int) -> int | None:
+    """Return a number of bytes, None for one that shapes of a hostile ``.metadata`` can claim and no disk holds."""
+    return nbytes if nbytes < 1 << 63 else None
 
 
 def _bytes_of(dtype: str, shape: Iterable[int]) -> int:
@@ -283,7 +291,7 @@ def _optimizer(saved: SavedOptimizer, diagnosis: Diagnosis) -> UnderstoodOptimiz
         kind=_recorded(diagnosis.manifest, "optimizers", str(saved.path), sizes) or by_keys,
         format="DCP" if state is not None else "",
         parameters=len(set(saved.parameters)) or len(saved.states),
-        states=tuple(states),
+        states=tuple(states)[:_MOST_STATES],
         step=saved.step,
     )
 

@@ -1,0 +1,333 @@
+"""What a check understands of a checkpoint, and hostile files in the place of its three small JSON files."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptfix import check
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
+from ckptfix.cli import run
+from ckptfix.diagnosis.check import CheckReport
+from ckptfix.diagnosis.understood import Understood
+from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.stores import open_store
+from tests.benchmarks.storing import counted
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CLEAN = FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CLEAN, tmp_path / "checkpoint"))
+
+
+def understood(path: Path) -> list[str]:
+    """Return the lines of a report between its verdict and what was not checked."""
+    report = check(path)
+    assert report.status == 0, str(report)
+    lines = str(report).splitlines()
+    assert lines[0].startswith(f"{path}: no error found")
+    assert lines[-1].startswith("not checked: ")
+    return lines[1:-1]
+
+
+def save_model(path: Path, names: dict[str, torch.Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(names, path, metadata={"format": "pt"})
+
+
+def save_optimizer(path: Path, kind: Any, *, steps: int = 1, **options: Any) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = kind(parameters, **options)
+    for _ in range(steps):
+        sum(one.sum() for one in parameters).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    torch.save(optimizer.state_dict(), path)
+
+
+def test_a_healthy_save_of_one_model(folder: Path) -> None:
+    assert str(check(folder)) == (
+        f"{folder}: no error found (4 files, 4 tensors, 33.8 KiB)\n"
+        "  model      model.safetensors: 4 tensors, F32, 332 B\n"
+        "  optimizer  optimizer.bin (Adam or AdamW): 4 parameters\n"
+        "  saved by   2 processes\n"
+        "not checked: values of tensors, checksums of tensor records in torch zip files; for details: ckptfix check -v"
+    )
+
+
+def test_verbose_lists_what_was_not_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "-v", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "not checked: values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them",
+        "not checked: checksums of tensor records in torch zip files; ckptfix check --data checks them",
+    ]
+    assert run(["repair", str(folder)]) == 0
+    assert capsys.readouterr().out.count("not checked") == 1
+    assert run(["repair", "-v", str(folder)]) == 0
+    assert capsys.readouterr().out.count("not checked") == 2
+    assert run(["check", "-v", "-q", str(folder)]) == 2
+    assert "--verbose and --quiet contradict each other" in capsys.readouterr().err
+
+
+def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
+    root = tmp_path / "gan"
+    save_model(root / "model.safetensors", {"a": torch.ones(4), "b": torch.ones(2, dtype=torch.bfloat16)})
+    save_model(root / "model_1.safetensors", {"a": torch.rand(8)})
+    save_optimizer(root / "optimizer.bin", torch.optim.SGD, lr=0.1, momentum=0.9)
+    save_optimizer(root / "optimizer_1.bin", torch.optim.NAdam, steps=0)
+    assert understood(root) == [
+        "  model      model.safetensors: 2 tensors, 1 F32 and 1 BF16, 20 B",
+        "  model      model_1.safetensors: 1 tensor, F32, 32 B",
+        "  optimizer  optimizer.bin (SGD): 2 parameters",
+        "  optimizer  optimizer_1.bin (NAdam): 2 parameters",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("Adam", "Adam or AdamW"), ("AdamW", "Adam or AdamW"), ("SGD", "SGD"), ("NAdam", "NAdam"),
+        ("RMSprop", "RMSprop"), ("Adagrad", "Adagrad"), ("Adadelta", "Adadelta"),
+        ("RAdam", "states step, exp_avg, exp_avg_sq"), ("Adamax", "states step, exp_avg, exp_inf"),
+        ("ASGD", "states step, eta, mu, ax"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("steps", [0, 1])
+def test_only_an_optimizer_that_is_known_by_its_keys_gets_a_name(
+    kind: str, name: str, steps: int, tmp_path: Path
+) -> None:
+    save_optimizer(tmp_path / "optimizer.bin", getattr(torch.optim, kind), steps=steps)
+    (one,) = check(tmp_path / "optimizer.bin").understood.optimizers
+    if name.startswith("states ") and not steps:
+        name = "no states"
+    assert str(one) == f"optimizer.bin ({name}): 2 parameters"
+
+
+def test_the_step_of_an_old_optimizer_is_in_its_pickle(tmp_path: Path) -> None:
+    state = {"step": 7, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": [0]}]
+    torch.save({"state": {0: state}, "param_groups": groups}, tmp_path / "optimizer.bin")
+    (one,) = check(tmp_path / "optimizer.bin").understood.optimizers
+    assert str(one) == "optimizer.bin (Adam or AdamW): 1 parameter, step 7"
+    assert one.as_json()["step"] == 7
+    state["step"] = 10**5000
+    torch.save({"state": {0: state}, "param_groups": groups}, tmp_path / "optimizer.bin")
+    (one,) = check(tmp_path / "optimizer.bin").understood.optimizers
+    assert "step" not in one.as_json()
+
+
+def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint-500"
+    save_model(root / "model.safetensors", {"lm_head.weight": torch.ones(2, 2)})
+    save_optimizer(root / "optimizer.pt", torch.optim.AdamW)
+    torch.save({"last_epoch": 500}, root / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, root / "rng_state.pth")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 22, "vocab_size": 32000,
+        "transformers_version": "4.44.2",
+    }  # fmt: skip
+    (root / "config.json").write_text(json.dumps(config))
+    history = [{"loss": 0.5, "step": step} for step in range(30_000)]
+    progress = {"epoch": 1.25, "global_step": 500, "log_history": history, "max_steps": 1000}
+    (root / "trainer_state.json").write_text(json.dumps(progress, indent=2, sort_keys=True))
+    assert (root / "trainer_state.json").stat().st_size > 1 << 20
+    assert understood(root) == [
+        "  model      model.safetensors (LlamaForCausalLM, 22 layers, vocabulary 32000): 1 tensor, F32, 16 B",
+        "  optimizer  optimizer.pt (Adam or AdamW): 2 parameters",
+        "  run        step 500, epoch 1.25",
+        "  saved by   1 process, transformers 4.44.2",
+    ]
+    facts = check(root).as_json()
+    assert (facts["verdict"], facts["counts"]["files"], facts["counts"]["errors"]) == ("clean", 4, 0)
+    assert facts["understood"]["step"] == 500
+    assert facts["understood"]["libraries"] == {"transformers": "4.44.2"}
+    assert facts["understood"]["models"][0]["vocabulary"] == 32000
+
+
+def test_numbers_of_a_language_model_inside_another(folder: Path) -> None:
+    config = {"model_type": "llava", "vocab_size": None, "text_config": {"num_layers": 3, "vocab_size": 9}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert understood(folder)[0] == (
+        "  model      model.safetensors (llava, 3 layers, vocabulary 9): 4 tensors, F32, 332 B"
+    )
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    save_model(tmp_path / "adapter_model.safetensors", {"base_model.a.lora_A.weight": torch.ones(2)})
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "gpt2", "peft_version": "0.18.0"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert understood(tmp_path) == [
+        "  model      adapter_model.safetensors (LORA adapter, rank 8, of gpt2): 1 tensor, F32, 8 B",
+        "  saved by   peft 0.18.0",
+    ]
+
+
+def test_a_config_next_to_several_models_is_not_given_to_one(folder: Path) -> None:
+    save_model(folder / "model_1.safetensors", {"x": torch.ones(1)})
+    (folder / "config.json").write_text('{"_class_name": "UNet2DModel"}')
+    lines = understood(folder)
+    assert "  config     config.json (UNet2DModel)" in lines
+    assert not any("UNet2DModel" in text for text in lines if text.startswith("  model"))
+
+
+def test_many_models_are_folded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1, 9):
+        save_model(folder / f"model_{number}.safetensors", {f"x{number}": torch.ones(number)})
+    assert understood(folder)[3] == "  and 6 more models; --json lists all"
+    assert run(["check", "-v", str(folder)]) == 0
+    assert capsys.readouterr().out.count("\n  model ") == 9
+
+
+def test_the_manifest_of_a_save_names_the_classes_of_files_that_did_not_change(folder: Path) -> None:
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    manifest = Manifest(
+        versions={"accelerate": "1.15.0"}, world_size=2, step=3, files=files,
+        models=(ManifestEntry(index=0, file="model.safetensors", type="torch.nn.Linear"),),
+        optimizers=(ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.adamw.AdamW"),),
+    )  # fmt: skip
+    (folder / MANIFEST).parent.mkdir()
+    (folder / MANIFEST).write_bytes(manifest.to_bytes())
+    assert understood(folder) == [
+        "  model      model.safetensors (Linear): 4 tensors, F32, 332 B",
+        "  optimizer  optimizer.bin (AdamW): 4 parameters",
+        "  saved by   2 processes, accelerate 1.15.0",
+    ]
+    save_model(folder / "model.safetensors", {"other": torch.ones(1)})
+    assert check(folder).understood.models[0].kind == "", "the file is not the one that was recorded"
+
+
+def test_folders_of_fsdp_and_deepspeed() -> None:
+    assert understood(FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint") == [
+        "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
+        "  optimizer  optimizer_0/ (DCP, SGD): 5 parameters",
+    ]
+    assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [
+        "  model      pytorch_model/ (DeepSpeed): 14 tensors, 4 files",
+        "  saved by   2 processes",
+    ]
+
+
+def test_shards_and_tied_weights_are_counted_once(tmp_path: Path) -> None:
+    sharded = FIXTURES / "accelerate-1.15.0" / "sharded-qwen2" / "checkpoint"
+    assert understood(sharded) == [
+        "  model      model.safetensors.index.json: 27 tensors, F32, 8.8 KiB, 3 files"
+    ]
+    weight = torch.ones(10)
+    torch.save({"a": weight, "b": weight}, tmp_path / "pytorch_model.bin")
+    assert check(tmp_path).understood.models[0].nbytes == 40
+
+
+def test_a_damaged_folder_begins_with_its_errors(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    lines = str(check(folder)).splitlines()
+    assert lines[0] == f"{folder}: 1 error (4 files, 0 tensors, 33.8 KiB)"
+    assert lines[1].startswith("  error truncated-file: model.safetensors")
+    assert lines[2:-2] == [
+        "        copy the file again from where it came, or use an older checkpoint",
+        f"next, to recover what is intact: ckptfix salvage {folder} NEW_FOLDER",
+        "  optimizer  optimizer.bin (Adam or AdamW): 4 parameters",
+    ]
+
+
+NOT_OBJECTS = {
+    "empty": (b"", "empty"),
+    "cut": (b'{"architectures": ["Llama', "not JSON"),
+    "not UTF-8": (b'{"a": "\xff\xfe"}', "not JSON"),
+    "a list": (b"[1, 2]", "not a JSON object"),
+    "a number of 5000 digits": (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not JSON"),
+    "nested": (b"[" * 200_000, "nested too deeply"),
+    "100 MB": (None, "longer than 1.0 MiB, so it was not read"),
+}
+WRONG_VALUES = {
+    "numbers as text": (b'{"vocab_size": "32000"}', '"vocab_size" is not a count'),
+    "a negative number": (b'{"num_hidden_layers": -1}', '"num_hidden_layers" is not a count'),
+    "infinity": (b'{"n_layer": Infinity}', '"n_layer" is not a count'),
+    "true": (b'{"n_layer": true}', '"n_layer" is not a count'),
+    "a dict of classes": (b'{"architectures": {"a": 1}}', '"architectures" is not a name'),
+    "an escape": (b'{"architectures": ["\\u001b[2J"]}', '"architectures" is not a name'),
+    "half a surrogate pair": (b'{"model_type": "\\ud800"}', '"model_type" is not a name'),
+    "a long name": (b'{"_class_name": "' + b"x" * 1000 + b'"}', '"_class_name" is not a name'),
+}
+
+
+@pytest.mark.parametrize("case", [*NOT_OBJECTS, *WRONG_VALUES])
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_broken_config_is_told_and_the_report_goes_on(
+    case: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, problem = (NOT_OBJECTS | WRONG_VALUES)[case]
+    if name == "adapter_config.json" and case in WRONG_VALUES:
+        content, problem = b'{"r": "8", "peft_type": 1}', '"r" is not a count'
+    with open(folder / name, "wb") as file:
+        file.write(content or b"")
+        file.truncate(len(content) if content is not None else 100_000_000)
+    lines = understood(folder)
+    assert f"  {name}: {problem}" in lines
+    assert lines[0].startswith("  model      model.safetensors: 4 tensors")
+    assert run(["check", str(folder), "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert f"{name}: {problem}" in document["understood"]["problems"]
+    shutil.copytree(folder, folder.parent / "second")
+    assert run(["check", "-r", "-v", str(folder.parent)]) == 0
+    assert f"  {name}: {problem}\n" in capsys.readouterr().out
+    assert run(["check", "-r", str(folder.parent)]) == 0
+    assert name in capsys.readouterr().out.splitlines()[-2], "what was not checked"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"{}", '"global_step" is not a count'),
+        (b'{"global_step": "5"}', '"global_step" is not a count'),
+        (b'{"global_step": true}', '"global_step" is not a count'),
+        (b"[" * 60_000, "not JSON"),
+        (b"[" * 200_000, "no step in its first 64.0 KiB"),
+        (b"\0" * 100_000, "no step in its first 64.0 KiB"),
+    ],
+)
+def test_a_broken_state_of_the_trainer(content: bytes, problem: str, folder: Path) -> None:
+    (folder / "trainer_state.json").write_bytes(content)
+    assert f"  trainer_state.json: {problem}" in understood(folder)
+    assert check(folder).as_json()["understood"].keys().isdisjoint({"step", "epoch"})
+
+
+def test_something_else_under_the_name_of_a_config(folder: Path) -> None:
+    os.mkfifo(folder / "config.json")
+    (folder / "adapter_config.json").symlink_to("adapter_config.json")
+    (folder / "trainer_state.json").mkdir()
+    lines = understood(folder)
+    assert "  config.json: not a regular file" in lines
+    assert any(text.startswith("  adapter_config.json: cannot be read: ") for text in lines)
+
+
+def test_a_store_gets_one_request_for_each_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginnings of the files behind the first one are read together anyway, that of trainer_state.json, too."""
+    small = b'{"model_type": "x", "global_step": 1}'
+
+    def requests() -> tuple[dict[str, int], CheckReport]:
+        url = f"memory://{os.urandom(6).hex()}/checkpoint"
+        store = open_store(url)
+        for path in CLEAN.iterdir():
+            store.put(path.name, path.read_bytes())
+        for name in ("config.json", "adapter_config.json"):
+            store.put(name, small)
+        store.put("trainer_state.json", small + b" " * (2 << 20))
+        with counted() as reads:
+            report = check(url)
+        return {key: count for key, (count, _) in reads.items()}, report
+
+    found, report = requests()
+    assert report.understood.models[0].kind == "x"
+    assert report.understood.problems == ("trainer_state.json: no step in its first 64.0 KiB",)
+    monkeypatch.setattr("ckptfix.diagnosis.check.understand", lambda diagnosis: Understood())
+    assert found == {"config.json": 1, "adapter_config.json": 1, **requests()[0]}
