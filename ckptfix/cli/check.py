@@ -85,8 +85,10 @@ def _check_all(
         if report.quiet:
             if result.status:
                 report.path(result.path, null=null)
+        elif report.is_annotated:
+            yield from result.unchecked()
         elif is_alone or verbose:
-            yield from result.lines(is_verbose=verbose or report.is_annotated)
+            yield from result.lines(is_verbose=verbose)
         elif result.verdict == CLEAN:
             yield result.headline(with_codes=True)
             yield from result.unchecked()

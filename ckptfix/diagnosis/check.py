@@ -97,6 +97,15 @@ class CheckReport(Printable, Serialized):
         )
 
     @property
+    def all_understood(self) -> Understood:
+        """Facts about the folder and the models below, by their paths from the folder."""
+        facts = self.understood
+        for report in self.below:
+            below = PurePosixPath(report.path.relative_to(self.path))
+            facts = facts.joined(report.all_understood, below)
+        return facts
+
+    @property
     def verdict(self) -> str:
         """The verdict in a word: one of ``VERDICTS``, by which checkpoints are counted."""
         if self.status == 0:
@@ -171,17 +180,12 @@ class CheckReport(Printable, Serialized):
         ``is_verbose``: every model, and every sentence about what was not checked.
         """
         yield from self.verdict_lines()
-        understood = self.understood
-        for report in self.below:
-            understood = understood.joined(
-                report.understood, PurePosixPath(report.path.relative_to(self.path))
-            )
-        yield from understood.lines(is_verbose=is_verbose)
+        yield from self.all_understood.lines(is_verbose=is_verbose)
         yield from unchecked_lines(self.not_checked, is_verbose=is_verbose)
 
     def unchecked(self) -> Iterator[Line]:
         """Yield every sentence about what was not checked, for a list of those about several checkpoints."""
-        yield from map(unchecked_line, (*self.not_checked, *self.understood.problems))
+        yield from map(unchecked_line, (*self.not_checked, *self.all_understood.problems))
 
     def verdict_lines(self, *, is_below: bool = False) -> Iterator[Line]:
         """Yield the verdict, the problems, and what to do. ``is_below``: as of ``headline``."""

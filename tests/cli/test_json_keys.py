@@ -18,8 +18,13 @@ FINDING = ["code", "severity", "action", "message", "advice", "path"]
 ITEM = ["kind", "name", "file", "outcome", "change", "message", "other"]
 
 CHECKPOINT = [
-    "path", "status", "components", "sharded", "deepspeed", "findings", "not_checked", "unfinished",
+    "path", "status", "verdict", "counts", "understood", "components", "sharded", "deepspeed", "findings",
+    "not_checked", "unfinished",
 ]  # fmt: skip
+COUNTS = ["files", "tensors", "bytes", "errors", "warnings", "notes", "not_checked"]
+UNDERSTOOD = ["models", "optimizers", "processes", "problems"]
+MODEL = ["path", "is_model", "files", "tensors", "bytes", "dtypes"]
+OPTIMIZER = ["path", "class", "parameters", "states"]
 REPAIR = [
     "path", "status", "dry_run", "output", "recovered", "transaction", "found", "steps", "unplanned", "left",
     "not_checked", "advice",
@@ -71,6 +76,10 @@ def test_the_keys_of_every_verb_stay(
     assert list(checked) == ["checkpoints", "status"]
     (checkpoint,) = checked["checkpoints"]
     assert list(checkpoint) == CHECKPOINT
+    assert list(checkpoint["counts"]) == COUNTS
+    understood = checkpoint["understood"]
+    assert list(understood) == UNDERSTOOD
+    assert (list(understood["models"][0]), list(understood["optimizers"][0])) == (MODEL, OPTIMIZER)
     assert all(list(one)[: len(FINDING)] == FINDING for one in checkpoint["findings"])
     assert list(checkpoint["components"][0]) == ["path", "role", "index", "rank", "bytes", "tensors"]
     assert checkpoint["findings"][0]["path"] == "model_1.safetensors"

@@ -331,3 +331,19 @@ def test_a_store_gets_one_request_for_each_config(monkeypatch: pytest.MonkeyPatc
     assert report.understood.problems == ("trainer_state.json: no step in its first 64.0 KiB",)
     monkeypatch.setattr("ckptfix.diagnosis.check.understand", lambda diagnosis: Understood())
     assert found == {"config.json": 1, "adapter_config.json": 1, **requests()[0]}
+
+
+def test_a_model_in_a_sub_folder_and_its_broken_config(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(folder / "unet" / "diffusion_pytorch_model.safetensors", {"x": torch.ones(3)})
+    (folder / "unet" / "config.json").write_text(
+        '{"_class_name": "UNet2DModel", "_diffusers_version": "0.35"}'
+    )
+    lines = understood(folder)
+    assert "  model      unet/diffusion_pytorch_model.safetensors (UNet2DModel): 1 tensor, F32, 12 B" in lines
+    assert "  saved by   2 processes, diffusers 0.35" in lines
+    (folder / "unet" / "config.json").write_text("{")
+    assert "  unet/config.json: not JSON" in understood(folder)
+    assert run(["check", "--format", "sarif", str(folder)]) == 0
+    assert "not checked: unet/config.json: not JSON" in capsys.readouterr().out
