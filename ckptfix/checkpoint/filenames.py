@@ -468,6 +468,12 @@ def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
     return int(match[1]) if match else None
 
 
+def family_of(name: str) -> tuple[str, int] | None:
+    """Return the pattern of ``FAMILIES`` and the number of a checkpoint's name, None for any other name."""
+    numbers = ((pattern, checkpoint_number(name, pattern)) for pattern in FAMILIES)
+    return next(((pattern, number) for pattern, number in numbers if number is not None), None)
+
+
 def is_one_of_several(name: str) -> bool:
     """Return whether scripts give this name to one checkpoint in a folder of checkpoints."""
     return _ONE_OF_SEVERAL.fullmatch(name) is not None

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,21 +14,24 @@ from ckptfix.checkpoint.filenames import (
     FileName,
     Role,
     checkpoint_number,
+    family_of,
     parse_file_name,
     parse_folder_name,
     random_states_name,
 )
 from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
-from ckptfix.checkpoint.model_configs import without_weights
+from ckptfix.checkpoint.model_configs import may_hold_weights, without_weights
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.atomic import read_file
+from ckptfix.storage.doors import made
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.paths import JOURNAL, command, described, shell_path
+from ckptfix.storage.reading import listed_names, origin_of, walk
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 from ckptfix.storage.transactions import is_partly_changed, transactions
 
@@ -53,15 +56,37 @@ class Candidate:
 
 def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
     """Return the numbered checkpoints of one family in a folder, newest first. Raises OSError."""
-    found = []
-    for name in os.listdir(folder):
-        number = checkpoint_number(name, pattern)
-        if number is not None and (folder / name).is_dir():
-            found.append((number, folder / name))
-    return tuple(
-        Candidate(path=path, number=number, problem=incomplete(path), time=_time_of(path))
-        for number, path in sorted(found, reverse=True)
-    )
+    return tuple(judge(path, number) for number, path in numbered(folder, (pattern,)).get(pattern, ()))
+
+
+def judge(path: Path, number: int) -> Candidate:
+    """Return a numbered checkpoint with its problem. In a store that is only listed, its folder is made for that."""
+    with made(str(path)) as place:
+        problem, time = incomplete(Path(place)), _time_of(Path(place))
+    return Candidate(path=path, number=number, problem=problem, time=time)
+
+
+def numbered(folder: Path, patterns: Collection[str] = FAMILIES) -> dict[str, tuple[tuple[int, Path], ...]]:
+    """Return the folders of each family in a folder with their numbers, newest first. Raises OSError."""
+    listed = listed_names(folder)
+    if listed is not None:
+        names = listed.folders
+    else:
+        with os.scandir(folder) as listing:
+            # A link is followed as resuming scripts do; os.path.isdir is False for one that leads to itself.
+            names = [
+                one.name
+                for one in listing
+                if one.is_dir(follow_symlinks=False) or (one.is_symlink() and os.path.isdir(one.path))
+            ]
+    families: dict[str, list[tuple[int, Path]]] = {}
+    for name in names:
+        for pattern in patterns:
+            if (number := checkpoint_number(name, pattern)) is not None:
+                families.setdefault(pattern, []).append((number, folder / name))
+    return {
+        pattern: tuple(sorted(families[pattern], reverse=True)) for pattern in patterns if pattern in families
+    }
 
 
 def _time_of(checkpoint: Path) -> float | None:
@@ -74,6 +99,89 @@ def _time_of(checkpoint: Path) -> float | None:
 def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
     """Return the first complete one of candidates that are ordered newest first."""
     return next((candidate for candidate in found if candidate.problem is None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or no time decides.
+
+    ``passed_over``: the incomplete ones that are newer, and those of families without a complete one. ``rivals``: the
+    newest complete one of each family where there are several: their numbers cannot be compared, so the time of the
+    save decides.
+    """
+
+    best: Candidate | None
+    passed_over: tuple[Candidate, ...] = ()
+    rivals: tuple[Candidate, ...] = ()
+
+
+def choose(
+    folder: Path, patterns: Collection[str] = FAMILIES, look: Callable[[Path, int], Candidate] = judge
+) -> Choice | None:
+    """Return the newest complete checkpoint of a folder, None where no folder in it is named as a checkpoint is.
+
+    ``look``: returns one with its problem. It is called for as few as it takes, as a run may have 100,000: newest
+    first, until one is complete. Raises OSError.
+    """
+    families: list[tuple[list[Candidate], Candidate | None]] = []
+    for family in numbered(folder, patterns).values():
+        broken: list[Candidate] = []
+        complete: Candidate | None = None
+        for number, path in family:
+            candidate = look(path, number)
+            if candidate.problem is None:
+                complete = candidate
+                break
+            broken.append(candidate)
+        families.append((broken, complete))
+    newest = tuple(complete for _, complete in families if complete is not None)
+    if not newest:
+        every = tuple(one for broken, _ in families for one in broken)
+        return Choice(best=None, passed_over=every) if families else None
+    best = max(newest, key=lambda one: one.time or 0.0)
+    times = [one.time for one in newest]
+    is_certain = len(newest) == 1 or (None not in times and times.count(best.time) == 1)
+    passed_over = [one for broken, complete in families if complete is best for one in broken]
+    passed_over += [broken[0] for broken, complete in families if complete is None]
+    return Choice(
+        best=best if is_certain else None,
+        passed_over=tuple(passed_over),
+        rivals=newest if len(newest) > 1 else (),
+    )
+
+
+def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> bool:
+    """Return whether a folder is a checkpoint by its name, and holds no file of one, in it or below it.
+
+    A Trainer that is killed in a save leaves such a folder, and its ``get_last_checkpoint`` takes it. Two of three
+    signs are wanted, as ``epoch_3`` may be a folder of pictures: the name is one that accelerate or the Trainer
+    gives, the folder is empty or holds configs alone, and a folder of the same family has weights. ``holds``:
+    ``family_holds_weights``, for those who ask about many folders.
+    """
+    folder = Path(os.path.abspath(origin_of(folder)))
+    family = family_of(folder.name)
+    if family is None or may_hold_weights(folder):
+        return False
+    is_of_library = family[0] in (ACCELERATE, TRAINER)
+    holds_configs_alone = all(
+        name.endswith(_CONFIGS)
+        for root, _, names in walk(folder, lambda error: None)
+        if Path(root).name != JOURNAL
+        for name in names
+    )
+    if is_of_library and holds_configs_alone:
+        return True
+    holds = holds or family_holds_weights
+    return (is_of_library or holds_configs_alone) and holds(folder.parent, family[0])
+
+
+_CONFIGS = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
+"""Endings of what a save writes before the weights: configs, tokenizers, model cards, code."""
+
+
+def family_holds_weights(folder: Path, pattern: str) -> bool:
+    """Return whether a numbered folder of a family holds a file of a checkpoint, in it or below it."""
+    return any(may_hold_weights(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
 
 
 def checkpoints_folder(path: Path) -> Path:
@@ -148,14 +256,13 @@ def instead_of(checkpoint: Path) -> str:
     with suppress(OSError, ValueError):
         if (staged := _intact_staging(checkpoint)) is not None:
             return f"load the interrupted save, which is intact in {shell_path(staged)}"
-    for pattern in FAMILIES:
-        if checkpoint_number(checkpoint.name, pattern) is not None:
-            with suppress(OSError):
-                others = (
-                    one for one in candidates(checkpoint.parent, pattern) if one.path.name != checkpoint.name
-                )
-                if (other := newest_complete(others)) is not None:
-                    return f"load {shell_path(other.path)}, which is complete, or save again"
+    if (family := family_of(checkpoint.name)) is not None:
+        with suppress(OSError):
+            others = (
+                one for one in candidates(checkpoint.parent, family[0]) if one.path.name != checkpoint.name
+            )
+            if (other := newest_complete(others)) is not None:
+                return f"load {shell_path(other.path)}, which is complete, or save again"
     return "save again; no complete checkpoint lies next to it"
 
 

@@ -13,7 +13,7 @@ from ckptfix.checkpoint.filenames import NOT_STATES, is_one_of_several, parse_dc
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.dataclass import dataclass
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import read_start
+from ckptfix.storage.reading import read_start, walk
 from ckptfix.wording import human_size
 
 CONFIG, ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
@@ -137,7 +137,7 @@ def without_weights(
 def may_hold_weights(below: Path) -> bool:
     """Return whether a folder or one below it holds a file that may be weights, or cannot be read."""
     refused: list[OSError] = []
-    for _, folders, names in os.walk(below, onerror=refused.append):
+    for _, folders, names in walk(below, refused.append):
         folders[:] = [name for name in folders if name != JOURNAL]
         if any(
             parse_file_name(name) or parse_dcp_name(name) or name.endswith(OTHER_WEIGHTS) for name in names

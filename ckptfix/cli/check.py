@@ -1,18 +1,27 @@
 """``ckptfix check``."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import ClassVar
 
 import click
 
+from ckptfix.checkpoint.filenames import family_of
+from ckptfix.checkpoint.latest import Candidate, choose, judge, numbered
 from ckptfix.cli.annotations import Annotation
-from ckptfix.cli.report import INTERRUPTED, Form, Report
+from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
 from ckptfix.cli.several_paths import Below, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.doors import made
 from ckptfix.storage.parallel import Control
@@ -72,11 +81,14 @@ def _check_all(
 ) -> int:
     below = Below(paths if recursive else (), images)
     siblings = Siblings(below.places.values(), is_recursive=True)
+    runs = Runs(below.places.values())
 
     def work(path: str) -> CheckReport:
         below.ensure_listed(path)
+        runs.begin(Path(path))
         with made(path) as place:
             result = check(place, data=data, siblings=siblings, progress=control.go_on)
+            runs.end(Path(path), Path(place), result.status)
         if recursive:  # models below have a report of their own
             result = result.alone()
         return result
@@ -113,8 +125,103 @@ def _check_all(
     below.report_unheld(report, batch)
     if batch.is_of_many:
         report.show(batch.lines(VERDICTS, is_verbose=verbose or report.is_annotated))
-    summary = {"summary": batch.summary(VERDICTS)} if report.form is Form.JSONL else {"checkpoints": ()}
+    summary: dict[str, object] = (
+        {"summary": batch.summary(VERDICTS)} if report.form is Form.JSONL else {"checkpoints": ()}
+    )
+    if recursive:
+        answers = runs.answers() if teams.leads() else []
+        report.show(line(one.text) for one in answers)
+        summary["resume"] = answers
     return report.finish(summary, batch.status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Serialized):
+    """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None where it finds none.
+
+    ``problem``: why there is none, or what speaks against it. ``passed_over``: incomplete ones that are newer.
+    """
+
+    json_keys: ClassVar = "run checkpoint problem passed_over"
+
+    run: Path
+    checkpoint: Path | None
+    problem: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        if self.checkpoint is None:
+            return f"{self.run}: no checkpoint to resume from: {self.problem}"
+        but = f"; {self.problem}" if self.problem else ""
+        return f"resume from {self.checkpoint}, the newest complete one{but}"
+
+
+class Runs:
+    """The run folders below several places. Several threads check their checkpoints one by one.
+
+    What is kept of a run are its folder and the names of its checkpoints that are not clean: a fleet may have 100,000.
+    """
+
+    def __init__(self, places: Iterable[Path]) -> None:
+        self._places = frozenset(os.path.abspath(place) for place in places)
+        self._unclean: dict[Path, set[str]] = {}
+        self._newest: dict[Path, frozenset[Path]] = {}
+        self._known: dict[Path, Candidate] = {}
+        self._lock = Lock()
+
+    def begin(self, path: Path) -> None:
+        """Remember a checkpoint of a run, which is not clean before ``end`` says so."""
+        run = Path(os.path.abspath(path.parent))
+        if family_of(path.name) is not None and not self._places.isdisjoint(map(str, (run, *run.parents))):
+            with self._lock:
+                self._unclean.setdefault(path.parent, set()).add(path.name)
+
+    def end(self, path: Path, place: Path, status: int) -> None:
+        """Take the exit status of a checkpoint. ``place``: the folder that was made of it where a store has it.
+
+        There the newest one is looked at now: what was read of it is in memory still, and costs no second request.
+        """
+        run, family = path.parent, family_of(path.name)
+        with self._lock:
+            if run not in self._unclean or family is None:
+                return
+            if not status:
+                self._unclean[run].discard(path.name)
+            if place == path:
+                return
+            if run not in self._newest:
+                self._newest[run] = frozenset(folders[0][1] for folders in numbered(run).values())
+            is_newest = path in self._newest[run]
+        if is_newest:
+            self._known[path] = replace(judge(place, family[1]), path=path)
+
+    def answers(self) -> list[Resume]:
+        """Return the answer for each run, by the function behind ``latest_checkpoint``."""
+        return [self._answer(run) for run in self._unclean]
+
+    def _answer(self, run: Path) -> Resume:
+        try:
+            choice = choose(run, look=lambda path, number: self._known.get(path) or judge(path, number))
+        except FAILURES as error:
+            return Resume(run=run, checkpoint=None, problem=ending_of(error).message)
+        if choice is None:
+            return Resume(run=run, checkpoint=None, problem="its checkpoints are gone")
+        passed_over = tuple(one.path.name for one in choice.passed_over)
+        if choice.best is None:
+            problem = "; ".join(f"{one.path.name}: {one.problem}" for one in choice.passed_over[:3])
+            problem += f"; and {len(passed_over) - 3} more" if len(passed_over) > 3 else ""
+            if choice.rivals:
+                names = " and ".join(one.path.name for one in choice.rivals)
+                problem = f"{names} are complete, and their times do not say which is newer"
+            return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
+        best, problem = choice.best.path, ""
+        if best.name in self._unclean[run]:
+            problem = "but check found problems in it, see above"
+        elif best.is_symlink():
+            problem = "but it is a symbolic link, which check -r does not follow"
+        return Resume(run=run, checkpoint=best, problem=problem, passed_over=passed_over)
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

@@ -293,6 +293,7 @@ class _Sentence:
     def __init__(self, words: str, counted: "re.Match[str] | None") -> None:
         self._first, self._counted = words, counted
         self._paths, self._total, self._differs = 0, 0, False
+        self._path = ""  # the path that came first
         self._last = ("", 0)  # the path that came last, and its number
 
     def add(self, path: str, words: str) -> None:
@@ -301,15 +302,19 @@ class _Sentence:
         self._total += number - (self._last[1] if is_again else 0)
         self._paths += not is_again
         self._first = words if self._paths == 1 else self._first
+        self._path = self._path or path
         self._differs |= words != self._first
         self._last = (path, number)
 
     def __str__(self) -> str:
         if self._paths > 1 and self._counted is not None:
             return f"{count_of(self._total, self._counted[2])}{self._counted[3]}"
+        # Without the place, a file of one checkpoint looks as if it were in those that a finding says lack it.
+        where = self._path if self._paths == 1 or self._differs else count_of(self._paths, "checkpoint")
+        first = self._first.replace(" next to it: ", f" in {where}: ")
         if self._differs:
-            return f"{self._first} (and {count_of(self._paths - 1, 'more checkpoint')})"
-        return self._first
+            return f"{first} (and {count_of(self._paths - 1, 'more checkpoint')})"
+        return first
 
 
 # The state in which an interrupt left a folder: looked up once the cleaning up is done, never guessed.

@@ -254,7 +254,7 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
     """
     folder = scan_folder(target.root, target.only)
     if not any(dcp_folders(folder)):
-        ensure_checkpoint(folder)
+        ensure_checkpoint(folder, "salvage", " NEW_FOLDER")
     if target.only is not None and target.only.endswith(".json"):
         raise UsageError(f"{target.path} is an index; give the folder {target.root}")
     found, sealed = SalvagePlan(folder.root), Sealed(target, progress)

@@ -12,14 +12,19 @@ from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import mixed_save
+from ckptfix.checkpoint.latest import is_bare, mixed_save
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.completeness import Siblings, compared
+from ckptfix.diagnosis.completeness import STATES_ALONE, BareCheckpoint, Siblings, compared, judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
-from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, MissingModel, StagingFolder
+from ckptfix.diagnosis.findings.incomplete import (
+    IncompleteCheckpoint,
+    LeftoverSave,
+    MissingModel,
+    StagingFolder,
+)
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.errors import UsageError
@@ -43,8 +48,8 @@ _OF_FOLDER = ("other files next to it", "digests in ")
 """Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
 
 
-_DAMAGED, _WARNED, UNFINISHED, _STAGING, CLEAN = VERDICTS = (
-    "damaged", "with warnings", "not finished", "staging", "clean",
+_DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, CLEAN = VERDICTS = (
+    "damaged", "with warnings", "not finished", "without weights", "staging", "clean",
 )  # fmt: skip
 """The verdicts on one of several checkpoints, the worst first."""
 
@@ -109,6 +114,8 @@ class CheckReport(Printable, Serialized):
     def verdict(self) -> str:
         """The verdict in a word: one of ``VERDICTS``, by which checkpoints are counted."""
         if self.status == 0:
+            if any(isinstance(finding, LeftoverSave) for finding in self.findings):
+                return _BARE
             return _STAGING if self._is_staging else CLEAN
         if self.status == 3:
             return UNFINISHED
@@ -159,9 +166,10 @@ class CheckReport(Printable, Serialized):
         elif not (counts["errors"] or counts["warnings"] or is_below):
             found.insert(0, "no error found")
         colour = "red" if counts["errors"] else "yellow" if self.status else "green"
-        numbers = ", ".join((
-            count_of(counts["files"], "file"), count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
-        ))  # fmt: skip
+        numbers = "no files of a checkpoint"
+        if counts["files"]:
+            tensors, size = count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
+            numbers = f"{count_of(counts['files'], 'file')}, {tensors}, {size}"
         return line(f"{self.path}: {', '.join(found)} ({numbers}){after}", colour=colour, bold=True)
 
     def alone(self) -> "CheckReport":
@@ -247,18 +255,28 @@ def check(
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
-        if not pending:
+        bare: BareCheckpoint | None = None
+        if target.only is None and not (pending or folder.components) and is_bare(target.root):
+            bare = judge_bare(target.root)
+        elif not pending:
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking: tuple[Finding, ...] = ()
-    if target.only is None and not any(
+    if bare is not None:
+        lacking = bare.findings
+    elif target.only is None and not any(
         isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
     ):
         grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
+        if not siblings and all(one.role is Role.RNG_STATE for one in folder.components):
+            grouped = Siblings((Path(os.path.abspath(target.root)).parent,), is_recursive=True)
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
         lacking = tuple(compared(target.root, grouped, told))
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     unheld, markers = _unheld(target, below)
+    # What every check leaves out of weights is no news of a folder that has none, and should have some.
+    beside_the_point = (*(_GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
+    omitted = (words for words in diagnosis.not_checked if not words.startswith(beside_the_point))
     return CheckReport(
         path=target.path,
         folder=folder,
@@ -266,11 +284,11 @@ def check(
         deepspeed=diagnosis.deepspeed,
         findings=pending + lacking + diagnosis.findings + _staging_inside(target),
         not_checked=(
-            *with_below(diagnosis.not_checked, target.path, below),
+            *with_below(tuple(omitted), target.path, below),
             *((_SPARED,) if spared is not None and spared.headers else ()),
             *markers,
         ),
-        unfinished=(*diagnosis.unfinished, *unheld),
+        unfinished=(*diagnosis.unfinished, *unheld, *(bare.unfinished if bare is not None else ())),
         below=below,
         understood=understand(diagnosis),
     )

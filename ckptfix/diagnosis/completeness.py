@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,12 +16,13 @@ from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     TRAINER_STATE,
     Role,
+    family_of,
     parse_file_name,
     parse_folder_name,
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload
+from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload, judge, numbered
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
@@ -37,6 +39,7 @@ from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
     InterruptedSave,
+    LeftoverSave,
     MissingFile,
     MissingModel,
     Salvaged,
@@ -44,7 +47,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 from ckptfix.errors import FormatError
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
-from ckptfix.storage.reading import names_in, origin_of, subfolders
+from ckptfix.storage.reading import names_in, origin_of, store_of, subfolders
 from ckptfix.tensors.opening import is_checkpoint
 
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -160,11 +163,68 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
     elif Role.MODEL in roles and not _is_foreign(folder):
         yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"
     elif Role.RNG_STATE in roles:
-        yield "weights: only states of ranks are here, as on a node whose disk is its own"
+        yield STATES_ALONE
+
+
+STATES_ALONE = "weights: only states of ranks are here, as on a node whose disk is its own"
+"""Said of a folder without the files of rank 0, unless a checkpoint next to it has them."""
 
 
 def _is_foreign(folder: CheckpointFolder) -> bool:
     return any(path.name in _FOREIGN for path in folder.strays)
+
+
+SAVE_TIME = 30 * 60
+"""Seconds in which a save writes its first weights: ``ddp_timeout`` of the Trainer, and accelerate's default.
+
+Before that, FSDP and ZeRO-3 gather the weights. torch.distributed ends a run whose ranks wait longer for each other.
+"""
+
+
+class BareCheckpoint(NamedTuple):
+    """The verdict on a bare checkpoint: the finding, or in words why there is none yet."""
+
+    findings: tuple[Finding, ...] = ()
+    unfinished: tuple[str, ...] = ()
+
+
+def judge_bare(root: Path) -> BareCheckpoint:
+    """Return the verdict on a numbered folder without weights, by its age and the checkpoints next to it.
+
+    Those next to a folder that a URL names are not known. Raises OSError.
+    """
+    origin = Path(os.path.abspath(origin_of(root)))
+    named = family_of(origin.name)
+    assert named is not None
+    pattern, number = named
+    family: tuple[tuple[int, Path], ...] = ()
+    if store_of(root) is None or origin_of(root) != root:
+        family = numbered(origin.parent, (pattern,)).get(pattern, ())
+    complete = (one for one in family if one[1] != origin and judge(one[1], one[0]).problem is None)
+    newest, at = next(((path.name, other) for other, path in complete), ("", -1))
+    if at > number:
+        return BareCheckpoint((LeftoverSave(path=PurePosixPath(), bare=True, newest=newest),))
+    changed = _last_change(root)
+    # A clock that is ahead, as of an NFS server, makes a file of the future: it is new, too.
+    if abs(time.time() - changed) < SAVE_TIME:
+        until = time.strftime("%H:%M", time.localtime(changed + SAVE_TIME))
+        words = f"{origin.name}: no weights yet, and changed in the last 30 minutes: a save may be running"
+        return BareCheckpoint(unfinished=(f"{words}; next: check it again after {until}",))
+    return BareCheckpoint((InterruptedSave(path=PurePosixPath(), bare=True, newest=newest),))
+
+
+def _last_change(root: Path) -> float:
+    """Return when something in or below a folder changed last, in seconds since the epoch.
+
+    In a store there are only objects: the folders of their image were made just now.
+    """
+    times = [0.0]
+    for where, _, names in os.walk(root):
+        paths = [Path(where, name) for name in names] + ([Path(where)] if store_of(root) is None else [])
+        for path in paths:
+            with suppress(OSError):
+                times.append(path.lstat().st_mtime)
+    return max(times)
 
 
 def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Finding]:
@@ -260,7 +320,8 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     """Yield the parts that a checkpoint lacks and most checkpoints of the same run have.
 
     ``known``: files that were reported already. A folder whose save recorded its files is not compared.
-    States of a rank count as missing when both neighbours have them: a run may go on with fewer processes.
+    States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. A folder
+    with random states of other ranks than 0 alone lacks all that any checkpoint of the run has.
     """
     name = _NUMBERED.fullmatch(folder.name)
     manifest = usable_manifest(folder)
@@ -276,11 +337,14 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
         return
     if own is None:
         own = _parts(_names(folder))
+    # Each rank writes its own random states, while the main process still writes the rest: a killed save leaves them
+    # alone. So does a node with a disk of its own, where no checkpoint of the run has files of rank 0.
+    is_of_others = bool(own) and all(role is Role.RNG_STATE and rank for role, rank in own)
     around = (*run.saves[max(before - 1, 0) : before], *run.saves[after : after + 1])
     missing = [
         part
         for part in sorted(run.having.keys() - own.keys(), key=_order)
-        if 2 * run.having[part] > others
+        if (is_of_others or 2 * run.having[part] > others)
         and (part[0] is not Role.RNG_STATE or all(part in one.parts for one in around))
     ]
     names = tuple(run.examples[part] for part in missing if run.examples[part] not in known)

@@ -1,14 +1,17 @@
 """Target of a command: a folder, or one file in it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.checkpoint.latest import cut_upload
+from ckptfix.checkpoint.latest import cut_upload, family_holds_weights, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
@@ -45,8 +48,11 @@ def find_target(path: str | os.PathLike[str]) -> Target:
     return Target(given.parent, None if belongs(given.name) else given.name)
 
 
-def ensure_checkpoint(folder: CheckpointFolder) -> None:
-    """Raise UsageError when the folder holds no checkpoint: "no problems" would be wrong."""
+def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str = "") -> None:
+    """Raise UsageError when the folder holds no checkpoint: "no problems" would be wrong.
+
+    ``verb``: the command to name for the checkpoints below it; ``after``: what follows their path.
+    """
     for one in folder.components if folder.only is not None else ():
         if one.problem is not None and one.problem.is_foreign:
             raise UsageError(f"{folder.root / one.path} is {one.problem.message}")
@@ -69,10 +75,27 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
         others = f": only {list_names(map(str, folder.strays))}" if folder.strays else ": the folder is empty"
         raise UsageError(f"{folder.root} holds no file of a checkpoint{others}")
     names = f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
+    next_step = f"to look into them: {command('check', folder.root, '', '--recursive')}"
+    if verb != "check":
+        next_step = commands_for(_intact_names(folder.root), verb, after) or next_step
     raise UsageError(
-        f"{folder.root} holds no file of a checkpoint, but {names}: name one of them; "
-        f"to look into them: {command('check', folder.root, '', '--recursive')}"
+        f"{folder.root} holds no file of a checkpoint, but {names}: name one of them; {next_step}"
     )
+
+
+def commands_for(checkpoints: Iterable[Path], verb: str, after: str = "") -> str:
+    """Return the next step in words: the command for each of several checkpoints, of many the first; "" for none."""
+    checkpoints = iter(checkpoints)
+    commands = [f"{command(verb, path)}{after}" for path in islice(checkpoints, 3)]
+    more = sum(1 for _ in checkpoints)
+    rest = f"; and the same for {count_of(more, 'more checkpoint')}" if more else ""
+    return f"next: {'; '.join(commands)}{rest}" if commands else ""
+
+
+def _intact_names(root: Path) -> Iterator[Path]:
+    """Yield the checkpoints below a folder, without staging folders and those without weights."""
+    with suppress(UsageError):
+        yield from (path for path in find_checkpoints(root) if not (is_temporary(path.name) or is_bare(path)))
 
 
 def _listed(root: Path) -> int:
@@ -87,6 +110,8 @@ def _listed(root: Path) -> int:
 def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
+    And those that are named as checkpoints and hold no weights (``is_bare``): a save that was killed leaves them.
+
     Each is yielded while the others are still being listed: there may be 100,000 of them.
     Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
     DeepSpeed's ``latest`` names. Staging folders of guarded saves are yielded, and not searched. Raises
@@ -98,6 +123,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     around: list[Path] = []  # the checkpoints that the present folder lies in
     refused: list[Path] = []
     is_empty = True
+    holds = lru_cache(maxsize=8)(family_holds_weights)
 
     def refuse(error: OSError) -> None:
         folder = Path(os.fsdecode(error.filename))
@@ -119,6 +145,8 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         refused.clear()
         if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
             around.append(here)
+            found.append(here)
+        elif is_bare(here, holds):
             found.append(here)
         is_empty &= not found
         yield from found

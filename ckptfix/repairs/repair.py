@@ -491,7 +491,7 @@ def _plan(target: Target, policy: Policy, output: Path | str | None, progress: P
     with paused_gc():
         folder = scan_folder(target.root, target.only)
         if not transactions(target.root):
-            ensure_checkpoint(folder)
+            ensure_checkpoint(folder, "repair")
         diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
         if diagnosis.unfinished:
             raise OperationError(

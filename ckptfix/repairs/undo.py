@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.target import find_target
+from ckptfix.diagnosis.target import commands_for, find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.doors import takes_urls
@@ -14,7 +14,7 @@ from ckptfix.storage.journal import recover
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import State, TransactionInfo, transactions
 from ckptfix.wording import Line, Printable, count_of, few, line, list_names
@@ -80,7 +80,9 @@ def undo(
     target = find_target(path)
     wanted = target.only or ""
     if not transactions(target.root):
-        raise UsageError(f"{target.path}: there is no repair to undo")
+        below = commands_for(_repaired_below(target.root), "undo") if target.only is None else ""
+        why = f" in this folder itself, but below it; {below}" if below else ""
+        raise UsageError(f"{target.path}: there is no repair to undo{why}")
     with folder_lock(target.root, verb="undo", break_lock=break_lock) as lock:
         recovered = recover(target.root, force=force, progress=progress)
         if recovered is not None and recovered.rolled_back is not None:
@@ -105,6 +107,16 @@ def undo(
             target.root, last.number, force=force, lock=lock, transfer=transfer, progress=progress
         )
     return _receipt(target.path, last, len(done) - 1, recovered=False, unproven=unproven)
+
+
+def _repaired_below(root: Path) -> Iterator[Path]:
+    """Yield the folders below ``root`` with a repair that can be undone."""
+    for where, folders, _ in os.walk(root):
+        folders.sort()
+        if JOURNAL in folders:
+            folders.remove(JOURNAL)
+            if any(info.state in (State.DONE, State.PENDING) for info in transactions(Path(where))):
+                yield Path(where)
 
 
 def _done(root: Path, target: str) -> list[TransactionInfo]:

@@ -190,7 +190,7 @@ def seal(
             f"{target.root} holds files of two saves: the last one was interrupted; next: save again, or, to "
             f"seal it as it is: {command('seal', target.root, '', '--force')}"
         )
-    shape = structure(contents, target, data=True, leaves_records=True, progress=progress)
+    shape = structure(contents, target, data=True, leaves_records=True, verb="seal", progress=progress)
     for words in shape.refused:
         if (
             words.partition("/ (")[0] not in contents.special
@@ -268,7 +268,7 @@ def seal(
 
 
 def _serious(shape: Structure) -> tuple[Finding, ...]:
-    return tuple(finding for finding in shape.findings if finding.severity is not Severity.NOTE)
+    return tuple(one for one in shape.findings if one.severity is not Severity.NOTE or forbids_seal(one))
 
 
 def _schemes(contents: Contents, *, ranges: bool) -> dict[str, Scheme]:

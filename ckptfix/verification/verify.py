@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.diagnosis.check import check
@@ -16,7 +17,7 @@ from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_
 from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
-from ckptfix.diagnosis.target import Target, find_target
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
@@ -231,11 +232,13 @@ def structure(
     *,
     data: bool,
     leaves_records: bool = False,
+    verb: str = "verify",
     progress: Progress | None = None,
 ) -> Structure:
     """Return the structure of a checkpoint. ``data``: it compares the CRC of every record.
 
-    ``leaves_records``: but for those that it returns, where all processes know of all of them.
+    ``leaves_records``: but for those that it returns, where all processes know of all of them. ``verb``: the command
+    to name for the checkpoints below.
 
     Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
     """
@@ -248,6 +251,7 @@ def structure(
             return Structure(
                 (), (), ()
             )  # a folder of DeepSpeed itself, whose structure was read to find the tensors
+        ensure_checkpoint(scan_folder(target.root, target.only), verb)
         raise
     unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
     return Structure(

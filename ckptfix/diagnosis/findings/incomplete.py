@@ -257,8 +257,14 @@ class InterruptedSave(Finding):
     """Files of a guarded save have taken the place of old ones, and not all of them."""
     upload: str = ""
     """Why an upload to a store, or to a mount of one, is not complete: it has no commit marker."""
+    bare: bool = False
+    """A numbered folder of a run without any weights: the save was killed before it wrote them."""
+    newest: str = ""
+    """Name of the newest complete checkpoint next to a bare one, "" where there is none or nobody looked."""
 
     def __str__(self) -> str:
+        if self.bare:
+            return "this checkpoint has no weights: its save was interrupted before it wrote them"
         if self.upload:
             return f"{self.path}: this is not a complete checkpoint: {self.upload}"
         if self.mixed:
@@ -277,6 +283,9 @@ class InterruptedSave(Finding):
     @property
     def advice(self) -> str:
         """Advice to save again or use another checkpoint: only the metadata has the places of the chunks."""
+        if self.bare:
+            newest = f"{self.newest}, the newest complete one" if self.newest else "a complete checkpoint"
+            return f"a resume from the newest folder fails: resume from {newest}, or delete this folder"
         if self.upload:
             return (
                 "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; else load a complete "
@@ -294,6 +303,18 @@ class InterruptedSave(Finding):
                 "this one is complete"
             )
         return "use an older checkpoint: without .metadata nothing says which chunk is where"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoverSave(InterruptedSave):
+    """A bare checkpoint that is older than a complete one: nothing resumes from it, so it changes no status."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to delete the folder: a resume takes the newer one."""
+        return f"{self.newest} is newer and complete, so you can delete this folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entr
 from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.latest import Candidate, candidates, checkpoints_folder, mixed, newest_complete
+from ckptfix.checkpoint.latest import checkpoints_folder, choose, mixed, numbered
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import ChangedError, UsageError
@@ -213,7 +213,7 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
     patterns = FAMILIES if pattern is None else (pattern,)
-    if folder != root and not any(candidates(folder, one) for one in patterns):
+    if folder != root and not numbered(folder, patterns):
         folder = root  # step_N and the like lie in the project folder itself
     return _latest(folder, patterns)
 
@@ -232,36 +232,28 @@ def _latest_in_store(url: str, pattern: str | None) -> str:
 
 
 def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
-    families = [found for pattern in patterns if (found := candidates(folder, pattern))]
-    newest = [best for found in families if (best := newest_complete(found)) is not None]
-    if not newest:
-        said = "; ".join(f"{one.path.name}: {one.problem}" for found in families for one in found)
+    choice = choose(folder, patterns)
+    if choice is None or (choice.best is None and not choice.rivals):
+        broken = choice.passed_over if choice is not None else ()
+        said = "; ".join(f"{one.path.name}: {one.problem}" for one in broken)
         raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
-    best = max(newest, key=lambda one: one.time or 0.0)
-    _ensure_later(folder, best, newest)
-    own = next(found for found in families if best in found)
-    broken = [one for one in own if one.number > best.number]
-    broken += [found[0] for found in families if newest_complete(found) is None]
-    others = [one.path.name for one in newest if one is not best]
-    words = (
-        [f"passed over {'; '.join(f'{one.path.name}: {one.problem}' for one in broken)}"] if broken else []
-    )
-    if others:
-        words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
-    if words:
-        warn_caller(shown(f"{folder}: took {best.path.name} and {'; '.join(words)}"))
-    return best.path
-
-
-def _ensure_later(folder: Path, best: Candidate, newest: Sequence[Candidate]) -> None:
-    """Raise UsageError when the times of the saves do not say that one of them is the newest of its kinds."""
-    times = [one.time for one in newest]
-    if len(newest) > 1 and (None in times or times.count(best.time) > 1):
-        names = ", ".join(one.path.name for one in newest)
+    best = choice.best
+    if best is None:
+        names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(
             f"{folder}: {names} are of different kinds, and their times do not say which is newer; next: "
             f"latest_checkpoint({str(folder)!r}, pattern={FAMILIES[0]!r}) or another pattern"
         )
+    words = []
+    if choice.passed_over:
+        words.append(
+            f"passed over {'; '.join(f'{one.path.name}: {one.problem}' for one in choice.passed_over)}"
+        )
+    if others := [one.path.name for one in choice.rivals if one is not best]:
+        words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
+    if words:
+        warn_caller(shown(f"{folder}: took {best.path.name} and {'; '.join(words)}"))
+    return best.path
 
 
 def _what_is_there(folder: Path, patterns: Sequence[str]) -> str:
