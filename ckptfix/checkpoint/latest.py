@@ -14,7 +14,9 @@ from ckptfix.checkpoint.filenames import (
     FileName,
     Role,
     checkpoint_number,
+    describe_folder_name,
     family_of,
+    parse_dcp_name,
     parse_file_name,
     parse_folder_name,
     random_states_name,
@@ -31,7 +33,7 @@ from ckptfix.storage.atomic import read_file
 from ckptfix.storage.doors import made
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.paths import JOURNAL, command, described, shell_path
-from ckptfix.storage.reading import listed_names, origin_of, walk
+from ckptfix.storage.reading import listed_names, names_in, origin_of, walk
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 from ckptfix.storage.transactions import is_partly_changed, transactions
 
@@ -151,17 +153,24 @@ def choose(
 
 
 def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> bool:
-    """Return whether a folder is a checkpoint by its name, and holds no file of one, in it or below it.
+    """Return whether a folder without a file of a checkpoint is one all the same, by its name.
 
     A Trainer that is killed in a save leaves such a folder, and its ``get_last_checkpoint`` takes it. Two of three
     signs are wanted, as ``epoch_3`` may be a folder of pictures: the name is one that accelerate or the Trainer
-    gives, the folder is empty or holds configs alone, and a folder of the same family has weights. ``holds``:
-    ``family_holds_weights``, for those who ask about many folders.
+    gives, the folder is empty or holds configs alone, and a folder of the same family has files of a checkpoint. A
+    folder with weights in sub-folders alone is none, but where others of the family have such files: hooks of
+    diffusers save ``unet`` before anything else is written. ``holds``: ``family_holds``, for those who ask about many
+    folders.
     """
+    holds = holds or family_holds
     folder = Path(os.path.abspath(origin_of(folder)))
     family = family_of(folder.name)
-    if family is None or may_hold_weights(folder):
+    if family is None:
         return False
+    if _holds_files(folder):
+        return False
+    if may_hold_weights(folder):
+        return holds(folder.parent, family[0])
     is_of_library = family[0] in (ACCELERATE, TRAINER)
     holds_configs_alone = all(
         name.endswith(_CONFIGS)
@@ -171,7 +180,6 @@ def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> b
     )
     if is_of_library and holds_configs_alone:
         return True
-    holds = holds or family_holds_weights
     return (is_of_library or holds_configs_alone) and holds(folder.parent, family[0])
 
 
@@ -179,9 +187,23 @@ _CONFIGS = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
 """Endings of what a save writes before the weights: configs, tokenizers, model cards, code."""
 
 
-def family_holds_weights(folder: Path, pattern: str) -> bool:
-    """Return whether a numbered folder of a family holds a file of a checkpoint, in it or below it."""
-    return any(may_hold_weights(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
+def family_holds(folder: Path, pattern: str) -> bool:
+    """Return whether a numbered folder of a family holds a file of a checkpoint, or a folder of its states."""
+    return any(_holds_files(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
+
+
+def _holds_files(folder: Path) -> bool:
+    """Return whether files of a checkpoint are right in a folder, or in a folder of its states, or cannot be listed."""
+    try:
+        names = names_in(folder)
+    except OSError:
+        return True
+    return any(
+        parse_file_name(name) is not None
+        or parse_dcp_name(name) is not None
+        or (describe_folder_name(name) is not None and may_hold_weights(folder / name))
+        for name in names
+    )
 
 
 def checkpoints_folder(path: Path) -> Path:

@@ -87,7 +87,7 @@ def _check_all(
         below.ensure_listed(path)
         runs.begin(Path(path))
         with made(path) as place:
-            result = check(place, data=data, siblings=siblings, progress=control.go_on)
+            result = check(place, data=data, siblings=siblings if recursive else (), progress=control.go_on)
             runs.end(Path(path), Path(place), result.status)
         if recursive:  # models below have a report of their own
             result = result.alone()
@@ -154,7 +154,7 @@ class Resume(Serialized):
         """The answer as a sentence."""
         if self.checkpoint is None:
             return f"{self.run}: no checkpoint to resume from: {self.problem}"
-        but = f"; {self.problem}" if self.problem else ""
+        but = f", {self.problem}" if self.problem else ""
         return f"resume from {self.checkpoint}, the newest complete one{but}"
 
 
@@ -218,7 +218,7 @@ class Runs:
             return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
         best, problem = choice.best.path, ""
         if best.name in self._unclean[run]:
-            problem = "but check found problems in it, see above"
+            problem = "but check found problems in it (see above)"
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
         return Resume(run=run, checkpoint=best, problem=problem, passed_over=passed_over)

@@ -21,11 +21,12 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, sa
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
+    InterruptedSave,
     LeftoverSave,
     MissingModel,
     StagingFolder,
 )
-from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, holds_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -256,14 +257,15 @@ def check(
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
         bare: BareCheckpoint | None = None
-        if target.only is None and not (pending or folder.components) and is_bare(target.root):
-            bare = judge_bare(target.root)
+        if not pending and target.only is None and not holds_checkpoint(folder) and is_bare(target.root):
+            bare = judge_bare(folder)
         elif not pending:
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking: tuple[Finding, ...] = ()
     if bare is not None:
-        lacking = bare.findings
+        is_known = any(isinstance(one, InterruptedSave) and one.upload for one in diagnosis.findings)
+        lacking = () if is_known else bare.findings
     elif target.only is None and not any(
         isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
     ):

@@ -188,11 +188,13 @@ class BareCheckpoint(NamedTuple):
     unfinished: tuple[str, ...] = ()
 
 
-def judge_bare(root: Path) -> BareCheckpoint:
-    """Return the verdict on a numbered folder without weights, by its age and the checkpoints next to it.
+def judge_bare(folder: CheckpointFolder) -> BareCheckpoint:
+    """Return the verdict on a numbered folder without files of its own, by its age and the checkpoints next to it.
 
     Those next to a folder that a URL names are not known. Raises OSError.
     """
+    root = folder.root
+    below = tuple(sorted(str(path) for path in folder.subfolders if may_hold_weights(root / path)))
     origin = Path(os.path.abspath(origin_of(root)))
     named = family_of(origin.name)
     assert named is not None
@@ -203,14 +205,14 @@ def judge_bare(root: Path) -> BareCheckpoint:
     complete = (one for one in family if one[1] != origin and judge(one[1], one[0]).problem is None)
     newest, at = next(((path.name, other) for other, path in complete), ("", -1))
     if at > number:
-        return BareCheckpoint((LeftoverSave(path=PurePosixPath(), bare=True, newest=newest),))
+        return BareCheckpoint((LeftoverSave(path=PurePosixPath(), bare=True, newest=newest, below=below),))
     changed = _last_change(root)
     # A clock that is ahead, as of an NFS server, makes a file of the future: it is new, too.
     if abs(time.time() - changed) < SAVE_TIME:
         until = time.strftime("%H:%M", time.localtime(changed + SAVE_TIME))
-        words = f"{origin.name}: no weights yet, and changed in the last 30 minutes: a save may be running"
+        words = f"{origin.name} changed in the last 30 minutes and is not complete: a save may be running"
         return BareCheckpoint(unfinished=(f"{words}; next: check it again after {until}",))
-    return BareCheckpoint((InterruptedSave(path=PurePosixPath(), bare=True, newest=newest),))
+    return BareCheckpoint((InterruptedSave(path=PurePosixPath(), bare=True, newest=newest, below=below),))
 
 
 def _last_change(root: Path) -> float:

@@ -11,7 +11,7 @@ from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.checkpoint.latest import cut_upload, family_holds_weights, is_bare
+from ckptfix.checkpoint.latest import cut_upload, family_holds, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
@@ -56,11 +56,7 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
     for one in folder.components if folder.only is not None else ():
         if one.problem is not None and one.problem.is_foreign:
             raise UsageError(f"{folder.root / one.path} is {one.problem.message}")
-    if folder.components or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values()):
-        return
-    if any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders)):
-        return
-    if any(deepspeed_folders(folder)):
+    if holds_checkpoint(folder):
         return
     if listed := _listed(folder.root):
         raise UsageError(
@@ -98,6 +94,16 @@ def _intact_names(root: Path) -> Iterator[Path]:
         yield from (path for path in find_checkpoints(root) if not (is_temporary(path.name) or is_bare(path)))
 
 
+def holds_checkpoint(folder: CheckpointFolder) -> bool:
+    """Return whether a folder holds a file of a checkpoint, or a folder in which a library keeps its states."""
+    return (
+        bool(folder.components)
+        or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values())
+        or any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders))
+        or any(deepspeed_folders(folder))
+    )
+
+
 def _listed(root: Path) -> int:
     """Return the number of files in the manifest of a folder, 0 without a valid one."""
     try:
@@ -123,7 +129,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     around: list[Path] = []  # the checkpoints that the present folder lies in
     refused: list[Path] = []
     is_empty = True
-    holds = lru_cache(maxsize=8)(family_holds_weights)
+    holds = lru_cache(maxsize=8)(family_holds)
 
     def refuse(error: OSError) -> None:
         folder = Path(os.fsdecode(error.filename))

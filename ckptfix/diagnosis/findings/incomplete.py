@@ -258,12 +258,16 @@ class InterruptedSave(Finding):
     upload: str = ""
     """Why an upload to a store, or to a mount of one, is not complete: it has no commit marker."""
     bare: bool = False
-    """A numbered folder of a run without any weights: the save was killed before it wrote them."""
+    """A numbered folder of a run without files of a checkpoint: the save was killed before it wrote them."""
+    below: tuple[str, ...] = ()
+    """Sub-folders of a bare one that hold weights, as hooks of diffusers write them before anything else."""
     newest: str = ""
     """Name of the newest complete checkpoint next to a bare one, "" where there is none or nobody looked."""
 
     def __str__(self) -> str:
         if self.bare:
+            if self.below:
+                return f"this checkpoint has only {list_names(self.below)}: its save was interrupted before the rest"
             return "this checkpoint has no weights: its save was interrupted before it wrote them"
         if self.upload:
             return f"{self.path}: this is not a complete checkpoint: {self.upload}"
@@ -285,7 +289,7 @@ class InterruptedSave(Finding):
         """Advice to save again or use another checkpoint: only the metadata has the places of the chunks."""
         if self.bare:
             newest = f"{self.newest}, the newest complete one" if self.newest else "a complete checkpoint"
-            return f"a resume from the newest folder fails: resume from {newest}, or delete this folder"
+            return f"a resume from this folder fails, and scripts take the newest: resume from {newest}"
         if self.upload:
             return (
                 "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; else load a complete "
@@ -314,7 +318,7 @@ class LeftoverSave(InterruptedSave):
     @property
     def advice(self) -> str:
         """Advice to delete the folder: a resume takes the newer one."""
-        return f"{self.newest} is newer and complete, so you can delete this folder"
+        return f"nothing to do: {self.newest} is newer and complete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
