@@ -26,7 +26,7 @@ from ckptfix.storage import teams
 from ckptfix.storage.doors import made
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
-from ckptfix.wording import Line
+from ckptfix.wording import Line, line
 
 
 @click.command(

@@ -459,7 +459,7 @@ def test_a_checkpoint_that_two_paths_lead_to_comes_once(
     paths = [str(runs), f"{runs.name}/", f"{runs}/one/checkpoint_1", f"./{runs.name}/one"]
     words = ["check", "-r"] if verb == "check" else ["scrub", "--read-data-subset", "0%"]
     assert run([*words, *paths]) == 0
-    assert capsys.readouterr().out.endswith("\n5 checkpoints: 5 clean\n")
+    assert "\n5 checkpoints: 5 clean\n" in capsys.readouterr().out
 
 
 def test_every_shard_says_what_cannot_be_listed(runs: Path, capsys: Capture) -> None:

@@ -318,7 +318,12 @@ def test_results_are_printed_as_they_come(
     parts = [*seen[1:], capsys.readouterr().out]
     assert seen[0] == ""
     if form == "json":
-        assert json.loads("".join(parts)) == {"version": 2, "checkpoints": expected, "status": 1}
+        assert json.loads("".join(parts)) == {
+            "version": 2,
+            "checkpoints": expected,
+            "resume": [],
+            "status": 1,
+        }
         assert all(path in part for path, part in zip("124", parts, strict=False))
         return
     *ones, summary = map(json.loads, "".join(parts).splitlines())
@@ -327,6 +332,7 @@ def test_results_are_printed_as_they_come(
     assert summary == {
         "version": 2,
         "summary": {"checkpoints": 4, "damaged": 3, "clean": 1},
+        "resume": [],
         "status": 1,
     }
 
