@@ -37,7 +37,7 @@ from ckptfix.wording import Line, line
     quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
     examples=[
         ("ckptfix check CHECKPOINT", "Find what is wrong with one checkpoint."),
-        ("ckptfix check -r runs", "Check every checkpoint below runs; the last line counts them."),
+        ("ckptfix check -r runs", "Check every checkpoint below runs, and name the one to resume from."),
         ("ckptfix check -r -0 runs | xargs -r0 ckptfix repair", "Repair every checkpoint that is not clean."),
     ],
 )

@@ -87,7 +87,10 @@ def test_a_folder_without_a_checkpoint_is_no_healthy_one(
         assert run([verb, str(empty), "--json"]) == 2
         assert "holds no file of a checkpoint" in printed(capsys)["error"]
         assert run([verb, str(folder.parent), "--json"]) == 2
-        assert f"check --recursive {folder.parent}" in printed(capsys)["error"]
+        next_step = (
+            f"check --recursive {folder.parent}" if verb == "check" else f"next: ckptfix repair {folder}"
+        )
+        assert next_step in printed(capsys)["error"]
     assert run(["check", "--recursive", str(empty), "--json"]) == 2
     assert "no checkpoint found" in printed(capsys)["error"]
 

@@ -243,8 +243,8 @@ class InterruptedSave(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a save or a copy was cut short: a file still has its temporary name, or DCP's `.metadata`, written last, is "
-        "missing"
+        "a save or a copy was cut short: a file still has its temporary name, DCP's `.metadata`, written last, is "
+        "missing, or a numbered checkpoint has no weights"
     )
 
     files: int = 0
