@@ -94,7 +94,7 @@ def test_the_newest_checkpoint_without_weights_is_an_interrupted_save(
     assert (one["bare"], one["newest"]) == (True, f"{family}10")
     status, out, _ = said("check", bare)
     assert status == 1
-    assert f"{bare}: no files of a checkpoint\n" in out
+    assert f"{bare}: 1 warning (no files of a checkpoint)\n" in out
     assert "interrupted-save: this checkpoint has no weights: its save was interrupted before it" in out
     assert f"resume from {family}10, the newest complete one" in out
     assert "0 files" not in out
@@ -472,13 +472,11 @@ def test_undo_of_a_run_names_the_checkpoints_with_a_repair(tmp_path: Path, said:
 
 
 def test_what_one_checkpoint_alone_holds_is_said_of_it(tmp_path: Path, said: Said) -> None:
-    save(tmp_path / "checkpoint-5")
+    (save(tmp_path / "checkpoint-5") / "log.txt").write_text("step 5")
     (save(tmp_path / "checkpoint-10") / "trainer_state.json").unlink()
-    out = said("check", "-r", tmp_path)[1]
+    out = said("check", "-rv", tmp_path)[1]
     assert "incomplete-checkpoint: trainer_state.json is missing" in out
-    assert f"not checked: other files in {tmp_path}/checkpoint-5: 'trainer_state.json'\n" in out
-    save(tmp_path / "checkpoint-15")
-    assert (
-        "not checked: other files in 2 checkpoints: 'trainer_state.json'\n"
-        in said("check", "-r", tmp_path)[1]
-    )
+    assert f"not checked: other files in {tmp_path}/checkpoint-5: 'log.txt'\n" in out
+    assert "trainer_state.json'" not in out
+    (save(tmp_path / "checkpoint-15") / "log.txt").write_text("step 15")
+    assert "not checked: other files in 2 checkpoints: 'log.txt'\n" in said("check", "-rv", tmp_path)[1]
