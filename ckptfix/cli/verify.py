@@ -106,7 +106,7 @@ def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
 
 _REPEATS = 8
 _WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}
-_NOTHING = "without a digest"
+_NOTHING = "without checksums"
 _VALUES = "verified by their values alone"
 
 
@@ -261,7 +261,8 @@ def verify_command(
     def word(result: "VerifyReport") -> str:
         if result.status == 0 and result.no_digest:
             return _VALUES
-        return _WORDS[result.status] if result.is_damaged or result.is_verified else _NOTHING
+        is_unsealed = not (result.is_damaged or result.unfinished or result.is_verified)
+        return _NOTHING if is_unsealed else _WORDS[result.status]
 
     order = [*_WORDS.values(), _VALUES, _NOTHING]
     return run_each(report, paths, work, word=word, order=order, annotations=_annotations)

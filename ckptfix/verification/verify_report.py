@@ -225,21 +225,22 @@ class VerifyReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for damage, 3 when something could not be read, 1 when nothing was verified, else 0.
+        """Exit status: 1 for damage, 3 when something could not be read or nothing was compared, else 0.
 
         Damage is what ``check`` has its own status 1 for, too: errors and warnings. Unchecked things change nothing
         while others were verified.
         """
         if self.is_damaged:
             return 1
-        return 3 if self.unfinished else int(not self.is_verified)
+        return 3 if self.unfinished or not self.is_verified else 0
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether something differs, or an error or a warning was found."""
+        """Return whether something differs, a signature is wrong, or an error or a warning was found."""
         return bool(
             any(item.outcome is Outcome.DIFFER for item in self.items)
             or self.crossed
+            or any(one.problem for one in self.statements)
             or status_of(self.findings)
             or any(one.severity is not Severity.NOTE for one in self.values)
         )

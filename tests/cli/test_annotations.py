@@ -179,9 +179,21 @@ def test_verify_annotates_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_verify_says_that_nothing_was_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", str(DOUBLED), "--format", "github"]) == 1
+def test_verify_says_that_nothing_was_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", str(DOUBLED), "--format", "github"]) == 1, "check finds damage"
     assert "::nothing was verified: there is no manifest" in capsys.readouterr().out
+    folder = Path(shutil.copytree(DOUBLED, tmp_path / "checkpoint"))
+    assert run(["repair", str(folder)]) == 0
+    capsys.readouterr()
+    assert run(["verify", str(folder), "--format", "github"]) == 3
+    words = f"nothing was verified: there is no manifest; next: ckptfix seal {folder}"
+    assert f"::error file={folder},title=ckptfix::{words}" in capsys.readouterr().out
+    assert run(["verify", str(folder), "--format", "sarif"]) == 3
+    (invocation,) = log_of(capsys)["invocations"]
+    assert (invocation["executionSuccessful"], invocation["exitCode"]) == (False, 3)
+    assert words in [one["message"]["text"] for one in invocation["toolExecutionNotifications"]]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,12 @@ def test_seal_and_verify_take_several(runs: Path, capsys: Capture) -> None:
     assert run(["verify", *paths]) == 1
     assert last_line(capsys) == "3 checkpoints: 2 with problems, 1 verified"
     (sealed,) = (path for path in map(Path, paths) if (path / ".ckptfix").exists())
+    bare = Path(shutil.copytree(sealed, runs.parent / "bare"))
+    shutil.rmtree(bare / ".ckptfix")
+    assert run(["verify", str(sealed), str(bare)]) == 3, "nothing of the second was compared"
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == "2 checkpoints: 1 verified, 1 without checksums"
+    assert f"nothing was verified: there is no manifest; next: ckptfix seal {bare}" in printed
     shutil.rmtree(sealed / ".ckptfix")
     assert run(["verify", "--data", str(sealed), str(sealed)]) == 0
     assert last_line(capsys) == "2 checkpoints: 2 verified by their values alone"
@@ -167,7 +173,8 @@ def test_json_of_several_is_one_object(verb: str, runs: Path, capsys: Capture) -
     status = run([verb, *(str(runs / name) for name in names), "--json"])
     document = printed(capsys)
     assert document == {"version": 2, "reports": expected, "status": status}
-    assert status == max(one["status"] for one in expected) == 2
+    worst = {"verify": 3}.get(verb, 2)
+    assert status == max(one["status"] for one in expected) == worst, "verify compared nothing of the second"
 
 
 def test_one_copy_of_several_is_refused(runs: Path, capsys: Capture) -> None:

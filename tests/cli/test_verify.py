@@ -62,7 +62,7 @@ def test_the_folder_is_the_one_at_hand_by_default(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    assert run(["verify", "--json"]) == 1
+    assert run(["verify", "--json"]) == 3
     document = printed(capsys)
     assert document["path"] == "."
     assert not document["verified"]

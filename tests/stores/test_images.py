@@ -228,6 +228,19 @@ def test_an_empty_marker_of_a_folder_is_named_and_no_failure(url: str) -> None:
     assert verify(url).status == verify(CASE).status
 
 
+def test_a_checkpoint_without_checksums_ends_with_status_3_in_a_store_too(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(url)
+    for path in (CASE.parents[2] / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint").iterdir():
+        store.put(path.name, path.read_bytes())
+    assert run(["verify", url]) == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"nothing was verified: there is no manifest; next: ckptfix seal {url}"
+    assert run(["seal", url]) == 0
+    assert run(["verify", url]) == 0
+
+
 def test_what_is_not_there_is_said(url: str) -> None:
     with pytest.raises(UsageError, match=f"{url}/none does not exist"):
         check(f"{url}/none")

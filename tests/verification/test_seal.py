@@ -60,7 +60,7 @@ def test_what_a_save_recorded_stays(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(saved.to_bytes())
     (tmp_path / "mine.txt").write_text("a file of the user's")
     before = verify(tmp_path)
-    assert (before.status, before.is_verified) == (1, False)
+    assert (before.status, before.is_verified) == (3, False)
     assert {item.outcome for item in before.items} == {Outcome.NOT_CHECKED}
     seal(tmp_path)
     manifest = manifest_of(tmp_path)

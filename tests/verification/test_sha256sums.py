@@ -183,7 +183,7 @@ def test_a_list_about_other_files_verifies_nothing(tmp_path: Path) -> None:
     KINDS["safetensors"](tmp_path)
     sums = tmp_path / "SHA256SUMS"
     sums.write_text(f"{OTHER}  ../outside\n")
-    assert verify(tmp_path).status == 1  # it is not even taken for the list of this checkpoint
+    assert verify(tmp_path).status == 3  # it is not even taken for the list of this checkpoint
     assert "there is no manifest" in str(verify(tmp_path))
     with pytest.raises(UsageError, match=r"SHA256SUMS has no sha256 of a file in .*the folder of the list$"):
         verify(tmp_path, sha256sums=[sums])
