@@ -13,7 +13,7 @@ from ckptfix.cli.report import Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import run_each
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.check import CheckReport, check
-from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.base import Severity, salvage_lines
 from ckptfix.errors import UsageError
 from ckptfix.storage.doors import looks_like_url, opened
 from ckptfix.storage.paths import shell_path
@@ -28,9 +28,12 @@ _DAMAGED = "reload skipped: the checkpoint is damaged"
 
 def reload(
     report: Report, path: str, device_map: str, max_memory: str | None, model: str | None, repeats: int,
-    require_transfer_proof: bool, html: str | None,
+    require_transfer_proof: bool, html: str | None, *, data: bool = False,
 ) -> int:  # fmt: skip
-    """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried before all else."""
+    """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried before all else.
+
+    ``data``: before that, do all that ``verify --data`` does.
+    """
     if html is not None:
         ensure_writable(html, (path,))
     if looks_like_url(path):  # safetensors and torch open files by themselves
@@ -47,17 +50,32 @@ def reload(
                 materialised(image, progress=progress) as copy,
             ):
                 return reload(
-                    report, str(copy), device_map, max_memory, model, repeats, require_transfer_proof, html
-                )
+                    report, str(copy), device_map, max_memory, model, repeats, require_transfer_proof, html,
+                    data=data,
+                )  # fmt: skip
     checked = check(path)
     document: dict[str, Any] = {"path": path, "findings": [one.as_json(path) for one in checked.findings]}
     # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.
     serious = [one for one in checked.findings if one.severity is not Severity.NOTE]
-    report.findings(serious, path)
+    data_lines: list[str] = []
+    data_status = 0
+    if data:
+        from ckptfix.verification.verify import verify
+
+        with report.progress(f"reading {path}") as progress:
+            verified = verify(path, data=True, progress=progress)
+        report.show(verified.lines())
+        document["data"] = verified.as_json()
+        data_lines, data_status = [str(one) for one in verified.lines()], verified.status
+    else:
+        report.findings(serious, path)
     if any(one.severity is Severity.ERROR for one in serious):
         next_step = _say_what_to_do(report, path, checked)
         found = [(one.severity.value, one.code, str(one)) for one in serious]
-        return _finish(report, {**document, "reload": None}, 1, html, _damage_page, path, next_step, found)
+        document["reload"] = None
+        return _finish(
+            report, document, max(1, data_status), html, _damage_page, path, next_step, found, data_lines
+        )
     gc.enable()  # a model is many cycles, and must go before the next one is dispatched
     from ckptfix.devices.reload.reload_report import html_page
     from ckptfix.devices.reload.verifying import verify_reload
@@ -69,7 +87,11 @@ def reload(
             require_transfer_proof=require_transfer_proof, progress=progress,
         )  # fmt: skip
     report.show(result.lines())
-    return _finish(report, {**document, "reload": result.as_json()}, result.status, html, html_page, result)
+    if data_status:
+        report.line("--data found problems: they are listed above the reload", colour="red")
+    document["reload"] = result.as_json()
+    status = max(data_status, result.status)
+    return _finish(report, document, status, html, html_page, result, data_lines, data_status)
 
 
 def _finish(
@@ -87,19 +109,25 @@ def _finish(
     return report.finish(document, status)
 
 
-def _damage_page(path: str, next_step: str, found: Sequence[tuple[str, str, str]]) -> str:
+def _damage_page(
+    path: str, next_step: str, found: Sequence[tuple[str, str, str]], data_lines: Sequence[str]
+) -> str:
     from ckptfix.devices.reload.reload_report import damage_page
 
-    return damage_page(path, f"{_DAMAGED}; {next_step}", found)
+    return damage_page(path, f"{_DAMAGED}; {next_step}", found, data_lines)
 
 
 def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
     """Print what to do with a damaged checkpoint, and return it."""
     report.line(_DAMAGED, bold=True)
-    found = checked.findings
-    is_fixable = any(one.is_fixable for one in found) and not any(one.is_salvageable for one in found)
-    verb = "repair" if is_fixable else "check"
-    next_step = f"next: ckptfix {verb} {shell_path(path)}"
+    salvages = [str(one) for one in salvage_lines(checked.findings, path)]
+    if salvages:
+        next_step = salvages[0]
+    elif any(one.is_fixable for one in checked.findings):
+        next_step = f"next: ckptfix repair {shell_path(path)}"
+    else:  # no command mends it, and check would only repeat it
+        advice = (one.advice_at(path) for one in checked.findings if one.severity is Severity.ERROR)
+        next_step = f"next: {next(filter(None, advice), 'load an older checkpoint')}"
     report.line(next_step)
     return next_step
 
@@ -190,8 +218,10 @@ def _unfit(params: Mapping[str, Any]) -> str:
     help="A function that returns the model, or (model, inputs). Without it: the class that config.json names. With "
     "--against it names the parameters that DDP's optimizers number.",
 )  # fmt: skip
-@click.option("--repeats", type=click.IntRange(min=1), metavar="N",
-              help=f"Runs of the split model each way: {_REPEATS} unless said.")  # fmt: skip
+@click.option(
+    "--repeats", type=click.IntRange(min=1), metavar="N",
+    help=f"Runs of the split model each way (default: {_REPEATS}). Without a GPU it runs once.",
+)  # fmt: skip
 @click.option(
     "--require-transfer-proof", is_flag=True, help="Transfers that were not exercised count as failed."
 )
@@ -210,17 +240,17 @@ def verify_command(
     signature, or with a list of sha256sum.
 
     With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
-    names, transfers, outputs. What this machine cannot exercise is said, never counted as proven. --model runs your own
-    code; the folder's never.
+    names, values, transfers, outputs. What this machine cannot exercise is said, never counted as proven. --model runs
+    your own code; the folder's never. With --data, too, both are done.
     """
     paths = paths or (".",)
     names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)
     if any(one is not None for one in given) or require_transfer_proof:
-        if data or against is not None or signatures or statements or sha256sums:
+        if against is not None or signatures or statements or sha256sums:
             raise UsageError(
-                "--data, --against, --signature, --oms and --sha256sums compare digests, and have no part in the proof "
-                "of a reload"
+                "--against, --signature, --oms and --sha256sums compare digests, and have no part in the proof of a "
+                "reload"
             )
         if len(paths) > 1:
             raise UsageError(
@@ -239,6 +269,7 @@ def verify_command(
             repeats or _REPEATS,
             require_transfer_proof,
             html,
+            data=data,
         )
     if html is not None:
         raise UsageError("--html is for the proof of a reload: add --device-map auto")

@@ -18,6 +18,7 @@ from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
+from ckptfix.diagnosis.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
@@ -32,7 +33,6 @@ from ckptfix.verification.digests import compare
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
 from ckptfix.verification.statements import uncovered_weights
-from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
 

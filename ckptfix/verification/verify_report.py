@@ -11,10 +11,10 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
+from ckptfix.diagnosis.values import ADVICE, ValueFinding
 from ckptfix.reports import Serialized
 from ckptfix.storage.paths import SIGNED, command
 from ckptfix.verification.signatures import Attestation
-from ckptfix.verification.values import ADVICE, ValueFinding
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
 Key = TypeVar("Key", bound=Hashable)

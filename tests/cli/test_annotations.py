@@ -179,9 +179,7 @@ def test_verify_annotates_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_verify_says_that_nothing_was_verified(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_that_nothing_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", str(DOUBLED), "--format", "github"]) == 1, "check finds damage"
     assert "::nothing was verified: there is no manifest" in capsys.readouterr().out
     folder = Path(shutil.copytree(DOUBLED, tmp_path / "checkpoint"))

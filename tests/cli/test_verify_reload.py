@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 
 from ckptfix import cli
 from ckptfix.cli import run, verify
@@ -134,9 +135,135 @@ def test_the_page_says_why_it_failed(folder: Path, capsys: pytest.CaptureFixture
     page = folder.parent / "page.html"
     assert run(["verify", str(folder), "--require-transfer-proof", "--html", str(page)]) == 1
     text = Page(page.read_text(encoding="utf-8")).text
-    assert "failed: --require-transfer-proof, and 1 line about transfers not exercised" in text
+    verdict = "the reload is not proven: 1 line about transfers not exercised (--require-transfer-proof)"
+    assert verdict in text
+    assert "no run of a split model" in text
     assert (
         run(["verify", str(folder), "--model", f"{MODEL.rpartition(':')[0]}:half", "--html", str(page)]) == 1
     )
-    assert "failed: 1 failed line" not in Page(page.read_text(encoding="utf-8")).text, "there are several"
-    assert "failed lines" in Page(page.read_text(encoding="utf-8")).text
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert "the reload is not proven: 3 failed lines (names)" in text
+    assert "next: give --model, or config.json, the model whose weights these are" in text
+
+
+def poisoned(folder: Path) -> Path:
+    """Write a NaN into the last weight, and a manifest that knows it."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\x00\x00\xc0\x7f")
+    assert run(["seal", str(folder)]) == 0
+    return folder
+
+
+def test_a_failed_reload_ends_with_its_verdict_and_the_next_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = folder.parent / "page.html"
+    arguments = ["verify", str(poisoned(folder)), "--device-map", "auto"]
+    capsys.readouterr()
+    assert run([*arguments, "--html", str(page)]) == 1
+    *_, verdict, step, report = capsys.readouterr().out.splitlines()
+    assert verdict == "the reload is not proven: 1 failed line (values)"
+    assert step.startswith("next: resume from a checkpoint of before the values were lost")
+    assert report == f"report: {page}"
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert verdict in text
+    assert step in text
+    assert run([*arguments, "--json"]) == 1
+    reload = printed(capsys)["reload"]
+    assert reload["verdict"] == verdict
+    assert [f"next: {one}" for one in reload["next"]] == [step]
+    assert [one["outcome"] for one in reload["proofs"] if one["subject"] == "values"] == ["failed"]
+
+
+def test_data_and_a_device_map_do_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = folder.parent / "page.html"
+    arguments = ["verify", str(folder), "--data", "--device-map", "auto"]
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.index("values: no problem in 16 tensors") < out.index("proven  file bytes -> tensors")
+    assert out.splitlines()[-1] == "no fault found in what was exercised"
+    assert run(["verify", str(folder), "--data", "--json"]) == 0
+    alone = printed(capsys)
+    del alone["version"]
+    assert run([*arguments, "--json"]) == 0
+    document = printed(capsys)
+    assert list(document) == ["version", "path", "findings", "data", "reload", "status"]
+    assert document["data"] == alone
+    assert document["reload"]["verdict"] == "no fault found in what was exercised"
+    assert run([*arguments, "--html", str(page)]) == 0
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert "What --data found" in text
+    assert "values: no problem in 16 tensors" in text
+
+
+def test_what_data_finds_fails_although_the_reload_holds(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The moments of an optimizer are on no device map."""
+    page = folder.parent / "page.html"
+    moments = {"step": torch.tensor(2.0), "exp_avg": torch.tensor([1.0, float("nan")])}
+    torch.save({"state": {0: moments}, "param_groups": [{"params": [0]}]}, folder / "optimizer.bin")
+    arguments = ["verify", str(folder), "--device-map", "auto"]
+    assert run(arguments) == 0
+    assert run([*arguments, "--data", "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert "warning nonfinite: optimizer.bin: 'exp_avg of parameter 0'" in out
+    assert out.splitlines()[-2] == "--data found problems: they are listed above the reload"
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert "--data found problems; no fault found in what was exercised" in text
+    assert "nonfinite: optimizer.bin: 'exp_avg of parameter 0'" in text
+    assert run([*arguments, "--data", "--json"]) == 1
+    assert printed(capsys)["reload"]["verdict"] == "no fault found in what was exercised"
+
+
+def test_data_finds_a_changed_byte_before_the_reload_is_proven(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["seal", str(folder)]) == 0
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x3f")
+    capsys.readouterr()
+    assert run(["verify", str(folder), "--data", "--device-map", "auto"]) == 1
+    out = capsys.readouterr().out
+    assert "differ model.safetensors" in out
+    assert "proven  file bytes -> tensors" in out
+
+
+def test_data_of_a_damaged_checkpoint_is_read_and_its_reload_skipped(
+    damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = damaged.parent / "page.html"
+    assert run(["verify", str(damaged), "--data", "--device-map", "auto", "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert "values: no problem in " in out
+    assert out.count("error doubled-model") == 1
+    assert "reload skipped: the checkpoint is damaged" in out
+    assert "values: no problem in " in Page(page.read_text(encoding="utf-8")).text
+
+
+@pytest.mark.parametrize(
+    ("size", "step"),
+    [
+        (300, "next: copy the file again from where it came, or use an older checkpoint"),
+        (600, "next, to recover what is intact: ckptfix salvage {0} NEW_FOLDER"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_sent_to_check_which_repeats_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], size: int, step: str
+) -> None:
+    os.truncate(folder / "model.safetensors", size)
+    assert run(["verify", str(folder), "--device-map", "auto"]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "reload skipped: the checkpoint is damaged",
+        step.format(folder),
+    ]
+
+
+def test_the_page_says_how_often_the_model_ran(folder: Path) -> None:
+    page = folder.parent / "page.html"
+    arguments = ["verify", str(folder), "--model", MODEL, "--html", str(page)]
+    assert run(arguments) == 0
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert "split model: 1 run\n" in text, "without an accelerator one run is made, of 8 that may be"
+    assert "time beyond 1 run" in text
+    assert "each way" not in text

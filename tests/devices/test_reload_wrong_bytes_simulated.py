@@ -19,6 +19,7 @@ from ckptfix.devices.reload.verifying import verify_reload
 from ckptfix.devices.torch_devices import ordered_pairs
 from tests.devices import reload_models as models
 from tests.devices.reload_models import Head, eights, save_model
+from tests.devices.test_reload_values import Astray
 from tests.simulated.models import mixtral
 from tests.simulated.simulator import Simulator
 
@@ -257,3 +258,39 @@ def test_a_disk_without_room_leaves_the_map_unproven(
     report = verified(tmp_path, Head(), device_map={"first": 0, "last": "disk"})
     assert report.status == 1
     assert Subject.DISK_OFFLOAD in {one.subject for one in report.unproven_transfers}
+
+
+def test_a_nan_in_a_weight_names_the_module_on_the_devices_of_a_split(
+    simulator: Simulator, tmp_path: Path
+) -> None:
+    model = Head()
+    with torch.no_grad():
+        model.last.weight[0, 0] = float("nan")
+    report = verified(tmp_path, model)
+    assert report.status == 1
+    assert "holds 1 NaN" in texts(report, Subject.VALUES, Outcome.FAILED)
+    text = texts(report, Subject.OUTPUTS, Outcome.FAILED)
+    assert text.startswith("the output of cuda:0 alone holds NaN: 2 of 16 numbers in output")
+    assert text.endswith("NaN is first in the output of 'last' (Linear)")
+    assert texts(report, Subject.SPLIT, Outcome.PROVEN), "the copies deliver the same NaN"
+    assert report.ran == 3
+
+
+def test_a_nan_of_the_split_alone_names_its_module(simulator: Simulator, tmp_path: Path) -> None:
+    report = verified(tmp_path, Astray())
+    assert report.status == 1
+    text = texts(report, Subject.OUTPUTS, Outcome.FAILED)
+    assert text.startswith("the split over 0, 1 differs from cuda:0 alone by more than other kernels explain")
+    assert text.endswith("NaN is first in the output of 'last' (Linear), and its input holds NaN, too")
+
+
+def test_a_transfer_fault_ends_with_the_probe_and_the_way_around_it(
+    simulator: Simulator, tmp_path: Path
+) -> None:
+    verified(tmp_path, Head())
+    simulator.fault(0, 1, "zeros")
+    report = verified(tmp_path, Head())
+    assert report.verdict.startswith("the reload is not proven: ")
+    assert "split" in report.verdict
+    (step,) = report.next_steps
+    assert step.startswith("ckptfix doctor --peer-copies; until the copies are right: dispatch_model(")

@@ -401,7 +401,13 @@ def test_a_reload_is_proven_of_a_copy_and_says_what_it_downloads(
     assert found["path"] == url
     assert found["reload"].keys() == wanted["reload"].keys()
     assert found["findings"] == json.loads(json.dumps(wanted["findings"]).replace(str(folder), url))
-    run(["verify", url, *arguments[:-1]])
+    assert run(["verify", str(folder), "--data", *arguments]) == status
+    wanted = json.loads(capsys.readouterr().out)
+    assert run(["verify", url, "--data", *arguments]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["data"] == json.loads(json.dumps(wanted["data"]).replace(str(folder), url))
+    assert found["reload"]["verdict"] == "no fault found in what was exercised"
+    run(["verify", url, "--data", *arguments[:-1]])
     out, err = capsys.readouterr()
     assert f"{url}: downloading " in err
     assert tempfile.gettempdir() not in out

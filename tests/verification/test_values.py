@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import Severity, verify
+from ckptfix.diagnosis.values import judge_values
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import TensorJob, first_place, hash_all
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Contiguous, StoredTensor, Strided, Tile, Tiled
-from ckptfix.verification.values import judge_values
 from tests.repairs.refused import nobody_may_read
 from tests.verification.sealed import place
 

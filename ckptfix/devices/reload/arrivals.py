@@ -31,7 +31,12 @@ from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import FileTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
 from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.values import ADVICE, ValueFinding, has_stepped, judge_values
 from ckptfix.errors import OperationError
+from ckptfix.tensors.hashing import Hashed
+from ckptfix.tensors.scanning import Scan, Scanner
+from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import count_of, human_size, list_names
 
 _SHOWN = 3
@@ -167,6 +172,56 @@ class Hops:
 
 
 @dataclass(slots=True, kw_only=True)
+class ValueProofs:
+    """The values of the weights, judged as ``verify --data`` judges them.
+
+    ``looked_at``: how many tensors with elements. ``has_nan``: one of them holds NaN. ``unread``: names of the others.
+    """
+
+    findings: list[ValueFinding] = field(default_factory=list)
+    looked_at: int = 0
+    has_nan: bool = False
+    unread: list[str] = field(default_factory=list)
+
+    def add(self, weights: Weights, scans: Mapping[str, Scan]) -> None:
+        """Judge the values of one model. ``scans``: of the tensors that were read."""
+        tensors = [
+            (
+                StoredTensor(name, stored.dtype, stored.shape, stored.layout or Contiguous(())),
+                Hashed("", scan=scan),
+            )
+            for name, scan in scans.items()
+            for stored in (weights.tensors[name],)
+        ]
+        self.findings += judge_values(weights.label, tensors, partial(has_stepped, weights.root))
+        self.looked_at += sum(0 not in tensor.shape for tensor, _ in tensors)
+        self.has_nan = self.has_nan or any(scan.nan for scan in scans.values())
+        self.unread += [
+            weights.prefix + name for name in (*weights.tensors, *weights.opaque) if name not in scans
+        ]
+
+    def proofs(self) -> Proofs:
+        """Return a line for each kind of problem, or that there is none, and one for what was not looked at."""
+        proofs = Proofs()
+        by_kind: dict[tuple[str, Severity], list[str]] = {}
+        for finding in self.findings:
+            by_kind.setdefault((finding.code, finding.severity), []).append(str(finding))
+        for (code, severity), texts in by_kind.items():
+            is_note = severity is Severity.NOTE
+            more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+            text = f"{code}: {'; '.join(texts[:_SHOWN])}{more}"
+            outcome = Outcome.NOTE if is_note else Outcome.FAILED
+            proofs.add(Subject.VALUES, outcome, text, advice="" if is_note else ADVICE[code])
+        if self.looked_at and not any(proof.outcome is Outcome.FAILED for proof in proofs):
+            what = "values: no NaN, no Inf and no matrix of zeros in" if not by_kind else "values: read in"
+            proofs.add(Subject.VALUES, Outcome.PROVEN, f"{what} {count_of(self.looked_at, 'tensor')}")
+        if self.unread:
+            text = f"values of {count_of(len(self.unread), 'tensor')}: {list_names(self.unread)}"
+            proofs.add(Subject.VALUES, Outcome.NOT_EXERCISED, text)
+        return proofs
+
+
+@dataclass(slots=True, kw_only=True)
 class FileProofs:
     """Proofs of the files themselves, with a model class or without."""
 
@@ -181,10 +236,12 @@ class FileProofs:
             subject=Subject.PLACEMENT, what="file -> device -> host", is_transfer=True
         )
     )
+    values: ValueProofs = field(default_factory=lambda: ValueProofs())
 
     def proofs(self) -> Proofs:
         """Return the lines of the table."""
-        return Proofs([*self.read.proofs(), *self.offload.proofs(), *self.placement.proofs()])
+        tallies = (self.read, self.offload, self.placement)
+        return Proofs([*self.values.proofs(), *(proof for tally in tallies for proof in tally.proofs())])
 
 
 def prove_files(
@@ -196,10 +253,12 @@ def prove_files(
 ) -> None:
     """Read every tensor, and compare it with its file: as read, after the disk, and where ``placed`` puts it.
 
+    The values are looked at in the bytes that are compared anyway.
     ``placed``: name -> device, None to leave devices out; tensors for the CPU and the disk go to device 0 and back,
     as every forward pass takes them there. One tensor is in memory at a time. Raises OperationError, OSError.
     """
     folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
+    scans: dict[str, Scan] = {}
     try:
         for name, stored in weights.tensors.items():
             shown = weights.prefix + name
@@ -211,10 +270,13 @@ def prove_files(
             except OperationError as error:
                 proofs.read.differs(shown, error)
                 continue
-            if (found := first_mismatch(value, file_bytes(stored, CHUNK))) is not None:
+            scanner = Scanner(stored.dtype)
+            found = first_mismatch(value, _scanned(file_bytes(stored, CHUNK), scanner))
+            if found is not None:
                 proofs.read.differs(shown, found)
                 continue
             proofs.read.arrived(stored.nbytes)
+            scans[name] = scanner.result()
             on_disk = placed is not None and placed(name) == DISK
             _through_the_disk(shown, value, folder, proofs.offload, must=on_disk)
             if placed is not None and hops.count:
@@ -224,6 +286,13 @@ def prove_files(
         shutil.rmtree(folder, ignore_errors=True)
     for name in weights.opaque:
         proofs.read.skip(weights.prefix + name, "not a plain tensor")
+    proofs.values.add(weights, scans)
+
+
+def _scanned(blocks: Iterable[Bytes], scanner: Scanner) -> Iterator[Bytes]:
+    for block in blocks:
+        scanner.feed(block)
+        yield block
 
 
 def _through_the_disk(name: str, value: torch.Tensor, folder: Path, tally: Tally, *, must: bool) -> None:

@@ -22,16 +22,21 @@ from ckptfix.devices.reload.dispatched import (
     places_of,
 )
 from ckptfix.devices.reload.filling import size_of, tensors_of
-from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty
+from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty, nonfinite_places
 from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Proof, Proofs, Subject
-from ckptfix.devices.reload.three_way import Runs, baseline, compare_split
+from ckptfix.devices.reload.three_way import Baseline, Runs, baseline, compare_split
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.diagnosis.values import ADVICE
 from ckptfix.wording import count_of, human_size, list_names
 
 _LOADED_FIRST = (
     "loading straight onto devices: the model is filled on the CPU and then dispatched; "
     "from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each tensor onto its device"
+)
+
+_OVERFLOWS = (
+    "no weight holds NaN, so the computation makes it: look at the inputs, or let --model build it in float32"
 )
 
 
@@ -48,9 +53,13 @@ class ModelProof:
 
 
 def verify_model(
-    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *, hops: Hops, hangs: frozenset[Pair]
-) -> ModelProof:
-    """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises OSError."""
+    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *, hops: Hops, hangs: frozenset[Pair],
+    has_nan: bool,
+) -> ModelProof:  # fmt: skip
+    """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises OSError.
+
+    ``has_nan``: a weight in its file holds NaN.
+    """
     proof = ModelProof()
     _prove_names(proof, built)
     in_memory = Tally(subject=Subject.PLACEMENT, what="file bytes -> the model's tensors")
@@ -60,7 +69,7 @@ def verify_model(
         proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
     loaded = remember_loaded(built)
     trials = _trials(built, plan, machine)
-    single = _one_device(proof, built, trials, machine)
+    single = _one_device(proof, built, trials, machine, has_nan=has_nan)
     if not plan.is_sound:
         text = "the model on its map: the map is refused"
         proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
@@ -75,23 +84,24 @@ def verify_model(
 
 
 def _one_device(
-    proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Accelerators
+    proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Accelerators, *, has_nan: bool
 ) -> Outputs | None:
     """Return the output on the device where the maps begin, or add why there is none."""
     where = _begin(trials[0].main) if trials else torch.device(CPU)
     reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
     if not reason:
-        single, unreached = baseline(built, where)
-        if isinstance(single, str):
+        single = baseline(built, where, seeks_nan=has_nan)
+        if single.problem:
             is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
             outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
             whose = "the factory's inputs" if is_given else "the inputs made from its config"
-            reason = f"the model does not run on {where} with {whose}: {single}"
-        elif is_empty(single):
+            reason = f"the model does not run on {where} with {whose}: {single.problem}"
+        elif is_empty(single.output):
             reason = "what the forward pass returns holds no tensor with an element: nothing can be compared"
         else:
-            _say_unreached(proof, unreached)
-            return single
+            _say_unreached(proof, single.unreached)
+            _say_nonfinite(proof, single, f"{where} alone", has_nan=has_nan)
+            return single.output
     proof.proofs.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
     if machine.count > 1:
         text = "direct copies against staged ones: the model is not run"
@@ -110,6 +120,24 @@ def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
             "returns (model, inputs)"
         )
         proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+
+
+def _say_nonfinite(proof: ModelProof, single: Baseline, where: str, *, has_nan: bool) -> None:
+    """Add what NaN and Inf the model computes on one device, and where NaN begins.
+
+    Inf there is no fault of a split, which must only have the same: a model can return -inf for what it masks.
+    """
+    first = f"; NaN is first in the output of {single.nan_at}" if single.nan_at else ""
+    if places := nonfinite_places(single.output, torch.isnan):
+        advice = ADVICE["nonfinite"] if has_nan else _OVERFLOWS
+        text = f"the output of {where} holds NaN: {places}{first}"
+        proof.proofs.add(Subject.OUTPUTS, Outcome.FAILED, text, advice=advice)
+    elif has_nan:
+        text = f"the output of {where} holds no NaN, although a weight does{first}"
+        proof.proofs.add(Subject.OUTPUTS, Outcome.NOTE, text)
+    if places := nonfinite_places(single.output, torch.isinf):
+        text = f"the output of {where} holds Inf: {places}"
+        proof.proofs.add(Subject.OUTPUTS, Outcome.NOTE, text)
 
 
 def _on_a_map(

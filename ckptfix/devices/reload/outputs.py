@@ -1,6 +1,6 @@
 """Outputs and tensors compared bit by bit or by size, and errors of code that is not ours in one line."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from math import inf, isfinite
 from types import FunctionType, ModuleType
@@ -12,6 +12,7 @@ from torch import nn
 
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.routing import bypassed
+from ckptfix.wording import count_of
 
 _DEPTH = 8
 """Levels of containers in which tensors are looked for; a cache of keys and values has four."""
@@ -24,7 +25,7 @@ _NO_RESULTS = (nn.Module, ModuleType, FunctionType)
 class Deviation:
     """Distance of two outputs: the largest difference, the largest value, and the dtype where it was found.
 
-    ``difference`` is infinite where a shape, a name, a NaN or a whole number differs.
+    ``difference`` is infinite where a shape, a name, a NaN, an Inf or a whole number differs.
     """
 
     difference: float = 0.0
@@ -51,7 +52,7 @@ class Deviation:
 
     def __str__(self) -> str:
         if not isfinite(self.difference):
-            return "a shape, a NaN or a whole number differs"
+            return "a shape, a NaN, an Inf or a whole number differs"
         return (
             f"max |difference| {self.difference:.3g} where the largest value is {self.scale:.3g}: "
             f"{self.relative:.2g} of it, limit {self.limit:.2g}"
@@ -113,15 +114,49 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> Deviation:
     if left.shape != right.shape or left.dtype != right.dtype or not left.dtype.is_floating_point:
         return Deviation(difference=inf)
     wide, other = left.to(torch.float64), right.to(torch.float64)
-    if not torch.equal(wide.isfinite(), other.isfinite()):
+    finite = wide.isfinite() & other.isfinite()
+    # NaN where the other holds Inf, or Inf of the other sign, is another result: no kernel explains it.
+    is_same = (wide == other) | (wide.isnan() & other.isnan())
+    if not bool((finite | is_same).all()):
         return Deviation(difference=inf)
-    finite = wide.isfinite()
     difference = (wide - other)[finite].abs()
     return Deviation(
         difference=float(difference.max()) if difference.numel() else 0.0,
         scale=max(float(one[finite].abs().max()) for one in (wide, other)) if difference.numel() else 0.0,
         epsilon=float(torch.finfo(left.dtype).eps),
     )
+
+
+def holds_nan(output: Any) -> bool:
+    """Return whether any tensor in an output holds NaN, on whatever device it is."""
+    for _, value in tensors_in(output):
+        for _, part in _plain(value.detach()):
+            numbers = _numbers(part)
+            if numbers is not None and not numbers.is_meta and bool(numbers.isnan().any()):
+                return True
+    return False
+
+
+def nonfinite_places(output: Mapping[str, torch.Tensor], mark: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Return in words where ``mark`` (torch.isnan or torch.isinf) finds numbers in an output, "" for nowhere."""
+    places = []
+    for place, value in output.items():
+        numbers = _numbers(value)
+        marked = mark(numbers).reshape(-1) if numbers is not None else torch.zeros(0)
+        if count := int(marked.sum()):
+            first = int(marked.nonzero()[0])
+            places.append(
+                f"{count} of {count_of(len(marked), 'number')} in {place}, the first at index {first}"
+            )
+    more = f"; and {count_of(len(places) - 2, 'more tensor')}" if len(places) > 2 else ""
+    return "; ".join(places[:2]) + more
+
+
+def _numbers(value: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor whose dtype has NaN, in one that torch can search; None for whole numbers."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return None
+    return value.to(torch.float32) if value.element_size() == 1 else value
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

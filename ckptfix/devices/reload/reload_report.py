@@ -1,10 +1,10 @@
 """The results of a verification of a reload: proofs, the matrix of ordered pairs, and an HTML page.
 
-A proof has one of four outcomes, and "not exercised" is never shown as anything else. The page has no script,
+A proof has one of five outcomes, and "not exercised" is never shown as anything else. The page has no script,
 loads nothing from anywhere, and escapes every name.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
@@ -20,10 +20,14 @@ _BLOCKS = 8  # names of blocks that are shown of a device
 
 
 class Outcome(Enum):
-    """PROVEN: equal in every bit. TOLERANCE: different bits, within the limit that the text states."""
+    """PROVEN: equal in every bit. TOLERANCE: different bits, within the limit that the text states.
+
+    NOTE: worth a look, and no failure.
+    """
 
     PROVEN = "proven"
     TOLERANCE = "TOLERANCE"
+    NOTE = "note"
     FAILED = "failed"
     NOT_EXERCISED = "not exercised"
 
@@ -31,6 +35,7 @@ class Outcome(Enum):
 _COLOURS = {
     Outcome.PROVEN: "green",
     Outcome.TOLERANCE: "yellow",
+    Outcome.NOTE: "cyan",
     Outcome.FAILED: "red",
     Outcome.NOT_EXERCISED: None,
 }
@@ -40,6 +45,7 @@ class Subject(Enum):
     """Subject of a proof. The value is a stable name for programs."""
 
     FILE_BYTES = "file-bytes"
+    VALUES = "values"
     LOADING = "loading"
     NAMES = "names"
     DEVICE_MAP = "device-map"
@@ -55,7 +61,10 @@ class Subject(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof(Serialized):
-    """One line of the table. ``is_transfer``: it is about bytes that move to or between accelerators."""
+    """One line of the table. ``is_transfer``: it is about bytes that move to or between accelerators.
+
+    ``advice``: what to do about a failure, "" where the subject alone tells.
+    """
 
     json_keys: ClassVar = "subject outcome is_transfer message=text"
 
@@ -63,6 +72,7 @@ class Proof(Serialized):
     outcome: Outcome
     text: str
     is_transfer: bool = False
+    advice: str = ""
 
     def __str__(self) -> str:
         return f"{self.outcome.value}: {self.text}"
@@ -74,10 +84,14 @@ _ABOUT_TRANSFERS = (Subject.PEER_PROBE, Subject.PEER_HOPS, Subject.SPLIT)
 class Proofs(list[Proof]):
     """Lines of the table of proofs, in the order in which they came about."""
 
-    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
+    def add(
+        self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False, advice: str = ""
+    ) -> None:
         """Add a line; those about pairs of accelerators are about transfers in any case."""
         is_transfer = is_transfer or subject in _ABOUT_TRANSFERS
-        self.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+        self.append(
+            Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer, advice=advice)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,17 +211,38 @@ class Accelerators(Serialized):
         return f"{number} {self.accelerator} device{'s' if self.count > 1 else ''} ({kinds})"
 
 
+_PEERS = (
+    "ckptfix doctor --peer-copies; until the copies are right: dispatch_model(..., safe_transfers='always')"
+)
+_HARDWARE = "run it again: if other tensors differ then, test the memory and the disk of this machine"
+_ADVICE = {
+    Subject.FILE_BYTES: "copy the file again from where it came, or load an older checkpoint",
+    Subject.LOADING: "mend what from_pretrained names, or give --model a factory that builds the model",
+    Subject.NAMES: "give --model, or config.json, the model whose weights these are",
+    Subject.DEVICE_MAP: "give every tensor a device in the map, or leave the map to --device-map auto",
+    Subject.TIES: "change the map or config.json as the line says",
+    Subject.DISK_OFFLOAD: _HARDWARE,
+    Subject.PLACEMENT: _HARDWARE,
+    Subject.PEER_PROBE: _PEERS,
+    Subject.PEER_HOPS: _PEERS,
+    Subject.SPLIT: _PEERS,
+    Subject.OUTPUTS: "load the model onto one device, or try another --device-map",
+}
+"""The next step after a failure whose line names none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReloadReport(Printable, Serialized):
     """Proofs of ``verify_reload``, failures, and what it did not exercise.
 
     ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
-    ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors.
+    ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors. ``repeats``: runs asked for,
+    ``ran``: runs made of a split each way; 0 where the model was not run.
     """
 
     json_keys: ClassVar = (
         "path machine model map_source device_map device_bytes tensors bytes=nbytes repeats proofs pairs "
-        "divergence require_transfer_proof"
+        "divergence require_transfer_proof ran verdict next=next_steps"
     )
 
     path: Path
@@ -223,6 +258,7 @@ class ReloadReport(Printable, Serialized):
     pairs: tuple[PairFacts, ...] = ()
     divergence: Divergence | None = None
     require_transfer_proof: bool = False
+    ran: int = 0
 
     @property
     def unproven_transfers(self) -> tuple[Proof, ...]:
@@ -234,7 +270,7 @@ class ReloadReport(Printable, Serialized):
     @property
     def is_empty(self) -> bool:
         """True if nothing was exercised at all."""
-        return all(proof.outcome is Outcome.NOT_EXERCISED for proof in self.proofs)
+        return all(proof.outcome in (Outcome.NOT_EXERCISED, Outcome.NOTE) for proof in self.proofs)
 
     @property
     def status(self) -> int:
@@ -243,8 +279,39 @@ class ReloadReport(Printable, Serialized):
             return 1
         return int(self.require_transfer_proof and bool(self.unproven_transfers))
 
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        if self.status == 0:
+            return (
+                "nothing was exercised, and nothing is proven"
+                if self.is_empty
+                else "no fault found in what was exercised"
+            )
+        reasons = []
+        failed = [proof.subject.value for proof in self.proofs if proof.outcome is Outcome.FAILED]
+        if failed:
+            reasons.append(f"{count_of(len(failed), 'failed line')} ({', '.join(dict.fromkeys(failed))})")
+        if self.require_transfer_proof and self.unproven_transfers:
+            lines = count_of(len(self.unproven_transfers), "line")
+            reasons.append(f"{lines} about transfers not exercised (--require-transfer-proof)")
+        return f"the reload is not proven: {', and '.join(reasons)}"
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """The next step for each kind of failure, the first cause first."""
+        steps = []
+        for proof in self.proofs:
+            if proof.outcome is Outcome.FAILED:
+                is_about_peers = proof.subject in _ABOUT_TRANSFERS
+                in_line = "" if is_about_peers else proof.text.partition("next: ")[2].partition("; ")[0]
+                steps.append(proof.advice or in_line or _ADVICE[proof.subject])
+        if self.status and not steps:
+            steps.append("run it where the accelerators are, or leave out --require-transfer-proof")
+        return tuple(dict.fromkeys(steps))
+
     def lines(self) -> Iterator[Line]:
-        """Yield the map, the table of proofs, the matrix of pairs, and the verdict."""
+        """Yield the map, the table of proofs, the matrix of pairs, the verdict, and what to do."""
         size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.nbytes)}"
         yield line(f"{self.path}: {size}; {self.machine}", bold=True)
         yield line(f"model: {self.model or 'no class'}; device map: {self.map_source}")
@@ -255,13 +322,11 @@ class ReloadReport(Printable, Serialized):
             yield line(f"{label:>13}  {proof.text}", colour=_COLOURS[proof.outcome])
         if self.pairs:
             yield from map(line, matrix({facts.pair: facts.word for facts in self.pairs}))
-        if self.status == 0 and self.is_empty:
-            yield line("nothing was exercised, and nothing is proven", bold=True)
-        elif self.status == 0:
-            yield line("no fault found in what was exercised", colour="green")
-        elif self.require_transfer_proof and self.unproven_transfers:
-            count = count_of(len(self.unproven_transfers), "line")
-            yield line(f"--require-transfer-proof: {count} about transfers above not exercised", colour="red")
+        if self.status:
+            yield line(self.verdict, colour="red", bold=True)
+        else:
+            yield line(self.verdict, colour=None if self.is_empty else "green", bold=self.is_empty)
+        yield from (line(f"next: {step}") for step in self.next_steps)
 
     def _map_lines(self) -> Iterator[Line]:
         by_device: dict[str, list[str]] = {}
@@ -278,6 +343,7 @@ class ReloadReport(Printable, Serialized):
 _CELL_COLOURS = {
     Outcome.PROVEN: "#1a7f37",
     Outcome.TOLERANCE: "#9a6700",
+    Outcome.NOTE: "#0969da",
     Outcome.FAILED: "#cf222e",
     Outcome.NOT_EXERCISED: "#6e7781",
 }
@@ -294,15 +360,19 @@ td, p { overflow-wrap: anywhere; vertical-align: top; }
 """
 
 
-def html_page(report: ReloadReport) -> str:
-    """Return the report as a complete HTML document."""
-    verdict = _verdict(report)
+def html_page(report: ReloadReport, data: Sequence[str] = (), data_status: int = 0) -> str:
+    """Return the report as a complete HTML document.
+
+    ``data``: what ``verify --data`` found in the same command, by lines, and ``data_status`` its exit status.
+    """
     good = Outcome.NOT_EXERCISED if report.is_empty else Outcome.PROVEN
-    colour = _CELL_COLOURS[Outcome.FAILED if report.status else good]
+    colour = _CELL_COLOURS[Outcome.FAILED if report.status or data_status else good]
+    verdict = f"--data found problems; {report.verdict}" if data_status else report.verdict
     title = f"ckptfix verify {report.path}"
     parts = [
         f"<h1>{_text(title)}</h1>",
         f'<p><strong style="color:{colour}">{_text(verdict)}</strong></p>',
+        *(f"<p>next: {_text(step)}</p>" for step in report.next_steps),
         f"<p>{_text(_about(report))}</p>",
         "<h2>What was proven, and what was not exercised</h2>",
         _table(("outcome", "what"), map(_proof_row, report.proofs)),
@@ -312,11 +382,21 @@ def html_page(report: ReloadReport) -> str:
         f"<p>{_text(report.map_source)}</p>",
         _bytes_table(report.device_bytes),
         _map_table(report.device_map),
+        *_data_part(data),
     ]
     return html_document(title, _STYLE, parts)
 
 
-def damage_page(path: str, reason: str, findings: Iterable[tuple[str, str, str]]) -> str:
+def _data_part(data: Sequence[str]) -> Iterator[str]:
+    """Yield what ``verify --data`` found, for either page; nothing where it was not asked for."""
+    if data:
+        yield "<h2>What --data found</h2>"
+        yield "".join(f"<p>{_text(words)}</p>" for words in data)
+
+
+def damage_page(
+    path: str, reason: str, findings: Iterable[tuple[str, str, str]], data: Sequence[str] = ()
+) -> str:
     """Return a page for a checkpoint of which no reload was proven. ``findings``: severity, code and sentence."""
     title = f"ckptfix verify {path}"
     rows = [f"<tr><td>{_text(level)}</td><td>{_text(code)}</td><td>{_text(says)}</td></tr>"
@@ -326,28 +406,17 @@ def damage_page(path: str, reason: str, findings: Iterable[tuple[str, str, str]]
         f'<p><strong style="color:{_CELL_COLOURS[Outcome.FAILED]}">{_text(reason)}</strong></p>',
         "<h2>What check found</h2>",
         _table(("severity", "code", "what"), rows),
+        *_data_part(data),
     ]
     return html_document(title, _STYLE, parts)
-
-
-def _verdict(report: ReloadReport) -> str:
-    if report.is_empty and not report.status:
-        return "nothing was exercised, and nothing is proven"
-    if not report.status:
-        return "no fault found in what was exercised"
-    reasons = []
-    if failed := sum(proof.outcome is Outcome.FAILED for proof in report.proofs):
-        reasons.append(count_of(failed, "failed line"))
-    if report.require_transfer_proof and report.unproven_transfers:
-        many = count_of(len(report.unproven_transfers), "line")
-        reasons.append(f"--require-transfer-proof, and {many} about transfers not exercised")
-    return f"failed: {'; '.join(reasons)}"
 
 
 def _about(report: ReloadReport) -> str:
     model = f"; model: {report.model}" if report.model else "; no model class"
     size = f"{count_of(report.tensors, 'tensor')}, {human_size(report.nbytes)}"
-    return f"{size}; {report.machine}{model}; {count_of(report.repeats, 'run')} each way"
+    runs = f"split model: {count_of(report.ran, 'run')}" if report.ran else "no run of a split model"
+    each = " each way" if len(report.machine.names) > 1 and report.ran else ""
+    return f"{size}; {report.machine}{model}; {runs}{each}"
 
 
 def _proof_row(proof: Proof) -> str:

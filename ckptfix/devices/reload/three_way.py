@@ -29,6 +29,7 @@ from ckptfix.devices.reload.outputs import (
     deviation,
     equal_bits,
     first_mismatch,
+    holds_nan,
     host_bytes,
     in_words,
 )
@@ -207,6 +208,37 @@ def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[st
     return tuple(sorted(parts))
 
 
+def first_nan(model: Any, run: Callable[[], Outputs]) -> str:
+    """Return in words the first module whose output holds NaN in one more run, "" where none does.
+
+    A module ends before the one around it, so the first is the innermost. What computes between two modules shows in
+    the input of the second.
+    """
+    named: list[str] = []
+    inputs: dict[str, bool] = {}
+
+    def before(name: str, module: Any, args: Any, kwargs: Any) -> None:
+        inputs[name] = not named and holds_nan((args, kwargs))
+
+    def after(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if not named and holds_nan(output):
+            shown = f"{name!r} ({type(module).__name__})" if name else f"{type(module).__name__} itself"
+            named.append(f"{shown}, and its input holds NaN, too" if inputs.get(name) else shown)
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(after, name), with_kwargs=True))
+        run()
+    except ANYTHING:  # a model that does not run while it is watched, as a compiled one may
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return named[0] if named else ""
+
+
 class _Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
     """Notes every parameter that a function of torch is given, and every module that is called."""
 
@@ -246,17 +278,22 @@ class Runs:
 
 @dataclass(slots=True, kw_only=True)
 class Deviations:
-    """Outputs that differ from a first one: how many, the farthest of them, and what a run raised."""
+    """Outputs that differ from a first one: how many, the farthest of them, and what a run raised.
+
+    ``has_nan``: one of them holds NaN.
+    """
 
     first: Outputs
     wrong: int = 0
     worst: Deviation = field(default_factory=Deviation)
     raised: str = ""
+    has_nan: bool = False
 
     def count(self, output: Outputs) -> None:
         """Compare one output."""
         if not equal_bits(output, self.first):
             self.wrong += 1
+            self.has_nan = self.has_nan or holds_nan(output)
             found = deviation(output, self.first)
             self.worst = found if self.wrong == 1 or found.relative > self.worst.relative else self.worst
 
@@ -265,11 +302,25 @@ class Deviations:
         return self.worst.relative > _NOISE * noise.relative
 
 
-def baseline(built: Built, where: torch.device) -> tuple[Outputs | str, tuple[str, ...] | None]:
-    """Return the output of the model on one device, without a copy between accelerators; or why there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The model on one device. ``problem``: why it has no output, "" where it has one.
 
-    The whole model where it fits, else with its weights brought from host memory block by block. The second value: the
-    parts of the model that no input reached, None where that is not known.
+    ``unreached``: the parts of the model that no input reached, None where that is not known. ``nan_at``: the first
+    module whose output holds NaN, in words.
+    """
+
+    output: Outputs = field(default_factory=dict)
+    problem: str = ""
+    unreached: tuple[str, ...] | None = ()
+    nan_at: str = ""
+
+
+def baseline(built: Built, where: torch.device, *, seeks_nan: bool) -> Baseline:
+    """Run the model on one device, without a copy between accelerators.
+
+    All of the model where it fits, else with its weights brought from host memory block by block. ``seeks_nan``: look
+    for NaN in the outputs of its modules although there may be none in its own.
     """
     assert not isinstance(built.inputs, str)
     ways = (True, False) if where.type == CPU or has_room(where, size_of(built.model)) else (False,)
@@ -278,10 +329,14 @@ def baseline(built: Built, where: torch.device) -> tuple[Outputs | str, tuple[st
         try:
             with on_one_device(built, where, whole=whole):
                 output = run(built.model, built.inputs, where)
-                return output, unreached_parts(built.model, built.inputs, where) if whole else None
+                nan_at = ""
+                if seeks_nan or holds_nan(output):
+                    nan_at = first_nan(built.model, partial(run, built.model, built.inputs, where))
+                unreached = unreached_parts(built.model, built.inputs, where) if whole else None
+                return Baseline(output=output, unreached=unreached, nan_at=nan_at)
         except ANYTHING as error:  # the model's own forward
             problem = problem or in_words(error)
-    return problem, ()
+    return Baseline(problem=problem)
 
 
 def _hint(built: Built, trial: Trial) -> str:
@@ -311,9 +366,8 @@ def compare_split(
     try:
         if len(accelerators) < 2:
             many = repeats if accelerators else 1
-            _compare_repeated(
-                runs, once, single, many, f"{where} alone", is_asked=trial.is_asked or bool(accelerators)
-            )
+            is_asked = trial.is_asked or bool(accelerators)
+            _compare_repeated(runs, built, once, single, many, f"{where} alone", is_asked=is_asked)
             return runs
         staged = _staged(runs, once, repeats)
     except ANYTHING as error:  # the model's own forward
@@ -334,8 +388,17 @@ def compare_split(
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     else:
         _compare_direct(runs, built, trial, once, first, noise, repeats)
-    _compare_kernels(runs, first, single, noise, f"{where} alone")
+    _compare_kernels(runs, built, once, first, single, noise, f"{where} alone")
     return runs
+
+
+def _nan_of_split(built: Built, once: Callable[[], Outputs], single: Outputs) -> str:
+    """Return in words where a split gets NaN that one device does not have."""
+    if holds_nan(single):
+        return ""
+    with safe_transfers("always"):
+        where = first_nan(built.model, once)
+    return f"; NaN is first in the output of {where}" if where else ""
 
 
 def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Deviation | None]:
@@ -416,13 +479,17 @@ def _add_no_fault(runs: Runs, direct: Deviations, noise: Deviation | None, repea
     runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
 
-def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Deviation | None, one: str) -> None:
+def _compare_kernels(
+    runs: Runs, built: Built, once: Callable[[], Outputs], output: Outputs, single: Outputs, noise: Deviation | None,
+    one: str,
+) -> None:  # fmt: skip
     if equal_bits(output, single):
         runs.proofs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
         return
     found = deviation(output, single)
     if not found.is_within:
-        text = f"the split differs from {one} by more than other kernels explain: {found}"
+        where = _nan_of_split(built, once, single) if holds_nan(output) else ""
+        text = f"the split differs from {one} by more than other kernels explain: {found}{where}"
         runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED, text)
         return
     why = "non-determinism" if noise is not None else "a difference of kernels"
@@ -430,8 +497,8 @@ def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Deviat
 
 
 def _compare_repeated(
-    runs: Runs, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str, *, is_asked: bool
-) -> None:
+    runs: Runs, built: Built, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str, *, is_asked: bool
+) -> None:  # fmt: skip
     """Compare a split between one device and the host, memory or disk, with the model on that device.
 
     After an offload that nobody asked for, another output is not a fault of the checkpoint: accelerate's
@@ -448,7 +515,9 @@ def _compare_repeated(
         text = f"split against {one}, {wrong} of {many} differ: {worst}"
         runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
     else:
-        text = f"{wrong} of {many} of the split differ from {one} by more than other kernels explain: {worst}"
+        where = _nan_of_split(built, once, single) if found.has_nan else ""
+        differ = "differs" if wrong == 1 else "differ"
+        text = f"{wrong} of {many} of the split {differ} from {one} by more than other kernels explain: {worst}{where}"
         if not is_asked:
             text += "; use no map with disk for this model, accelerate's offload computes something else"
         runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text)

@@ -201,6 +201,7 @@ def verify_reload(
         pairs=facts,
         divergence=proof.runs.divergence,
         require_transfer_proof=require_transfer_proof,
+        ran=proof.ran,
     )
 
 
@@ -284,7 +285,8 @@ def _with_model(
         plan = plan_for_model(built, request, machine)
         found.take(plan, weights, _sizes(built))
         hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
-        proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs)
+        has_nan = files.values.has_nan
+        proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs, has_nan=has_nan)
     found.proofs += proof.proofs
     return proof
 

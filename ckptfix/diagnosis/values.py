@@ -229,6 +229,11 @@ def judge_values(
                 yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
 
 
+def is_mask(fqn: str) -> bool:
+    """Return whether a tensor is a mask by its name: Inf and runs of zeros in it are intended, NaN is not."""
+    return _MASK.search(fqn.rpartition(".")[2]) is not None
+
+
 def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[ValueFinding]:
     """Yield a finding where a moment, or another tensor of an optimizer, holds NaN or Inf."""
     if hashed.scan is not None and (hashed.scan.nan or hashed.scan.inf):
@@ -289,11 +294,9 @@ def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[
     if scan is None:
         return
     if scan.nan or scan.inf:
-        is_mask = not scan.nan and _MASK.search(tensor.fqn.rpartition(".")[2]) is not None
-        yield "nonfinite", Severity.NOTE if is_mask else Severity.WARNING, _nonfinite(scan)
-    if scan.is_zero:
-        return
-    if _MASK.search(tensor.fqn.rpartition(".")[2]):
+        is_meant = not scan.nan and is_mask(tensor.fqn)
+        yield "nonfinite", Severity.NOTE if is_meant else Severity.WARNING, _nonfinite(scan)
+    if scan.is_zero or is_mask(tensor.fqn):
         return
     may_be_zero = not _must_not_be_zero(tensor)
     found = {run: kind for run in scan.zero_runs or () if (kind := lost(tensor, run, files, may_be_zero))}
