@@ -35,7 +35,7 @@ from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.reading import sparing, unheld_below
-from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of
+from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line, unchecked_lines
@@ -117,15 +117,11 @@ class CheckReport(Printable, Serialized):
         if self.status == 0:
             if any(isinstance(finding, LeftoverSave) for finding in self.findings):
                 return _BARE
-            return _STAGING if self._is_staging else CLEAN
+            return _STAGING if self.is_staging else CLEAN
         if self.status == 3:
             return UNFINISHED
         is_damaged = any(finding.severity is Severity.ERROR for finding in self.all_findings)
         return _DAMAGED if is_damaged else _WARNED
-
-    @property
-    def _is_staging(self) -> bool:
-        return any(isinstance(one, StagingFolder) and not one.path.parts for one in self.findings)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -155,8 +151,10 @@ class CheckReport(Printable, Serialized):
         counts = self.counts
         codes = sorted({finding.code for finding in self.all_findings}) if with_codes else []
         after = f": {', '.join(codes)}" if codes else ""
-        if self._is_staging:
-            return line(f"{self.path}: a staging folder, not a checkpoint{after}", bold=True)
+        if self.is_staging:
+            target = target_of(Path(os.path.abspath(self.path))).name
+            text = f"{self.path}: staging folder of {target}, not a checkpoint; not read{after}"
+            return line(text, bold=True)
         found = [
             count_of(counts[f"{severity.value}s"], severity.value)
             for severity in Severity
@@ -172,6 +170,11 @@ class CheckReport(Printable, Serialized):
             tensors, size = count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
             numbers = f"{count_of(counts['files'], 'file')}, {tensors}, {size}"
         return line(f"{self.path}: {', '.join(found)} ({numbers}){after}", colour=colour, bold=True)
+
+    @property
+    def is_staging(self) -> bool:
+        """True for the staging folder of a save or another writer, in which nothing is read."""
+        return any(isinstance(one, StagingFolder) and not one.path.parts for one in self.findings)
 
     def alone(self) -> "CheckReport":
         """Return the report without the folders below, where each checkpoint in them gets a report of its own."""
@@ -352,7 +355,8 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
 
 def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None:
     """Return the finding about a staging folder, None for any other folder."""
-    owner = owner_of(Path(os.path.abspath(folder)))
+    folder = Path(os.path.abspath(folder))
+    owner = owner_of(folder)
     if owner is None:
         return None
     return StagingFolder(

@@ -16,7 +16,7 @@ from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave, StagingFolder
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.errors import CkptfixError, UsageError
@@ -188,6 +188,8 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
         if target.only is None and (target.root / name).is_file():
             path = str(target.root / name)
             return f"; next: {command('verify', target.root, '', '--signature', path, '--key', 'PUBLIC_KEY')}"
+    if any(isinstance(one, StagingFolder) and not one.path.parts for one in report.findings):
+        return ", and this is the staging folder of a save or another command, not a checkpoint"
     if report.unfinished:
         return ", and a folder that cannot be read completely is not sealed"  # a repair refuses it, too
     serious = [one for one in report.findings if one.severity is not Severity.NOTE]

@@ -403,7 +403,7 @@ def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
 
 
 def test_check_names_staging_folders_and_judges_nothing_in_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut files in them were "truncated-file", with salvage as the next step."""
     machine, day = staged.this_machine(), 86400
@@ -434,9 +434,19 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     out = capsys.readouterr().out
     assert out.count("; safe to delete") == 2, "each is printed with what to do"
     assert out.count("no error found") == 1, "nothing in the others was looked at"
+    assert out.count("+c: staging folder of c, not a checkpoint; not read\n") == 4
+    assert "0 files" not in out, "their files were not counted"
     assert out.endswith("5 checkpoints: 4 staging, 1 clean\n")
+    assert run(["verify", str(dead)]) == 3
+    out = capsys.readouterr().out
+    assert out.endswith(", and this is the staging folder of a save or another command, not a checkpoint\n")
     assert run(["check", str(dead)]) == 0
     out = capsys.readouterr().out
+    assert out.startswith(f"{dead}: staging folder of c, not a checkpoint; not read\n")
+    with monkeypatch.context() as patch:
+        patch.chdir(dead)
+        assert run(["check", "."]) == 0
+    assert capsys.readouterr().out.partition("\n")[2] == out.partition("\n")[2], "named as . it is the same"
     assert "salvage" not in out
     assert "no error found" not in out
     subprocess.run(["sh", "-c", out.partition("or you do: ")[2].splitlines()[0]], check=True)

@@ -1,5 +1,6 @@
 """Findings about files and names that a save, a copy or a salvage left out, also in DCP folders."""
 
+import os
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
@@ -208,7 +209,9 @@ class StagingFolder(Finding):
         """Return the advice with the command that deletes the folder."""
         if self.is_running or self.is_rest or self.holds_previous:
             return self.advice
-        return f"{self.advice}: rm -r {shell_path(Path(path) / self.path)}"
+        folder = Path(path) / self.path
+        # rm refuses to delete "."
+        return f"{self.advice}: rm -r {shell_path(folder if folder.parts else Path(os.path.abspath(folder)))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
