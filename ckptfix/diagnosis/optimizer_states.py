@@ -343,19 +343,31 @@ def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
     """Yield the parameters that no weights of a ``save_state`` folder belong to."""
     if not weights.is_complete:
         return
+    every = dict.fromkeys([*one.parameters, *one.states])
     if one.is_named:
-        every = dict.fromkeys([*one.parameters, *one.states])
         lost = tuple(name for name in every if bare(name) not in weights.shapes and not is_flat_name(name))
-        if lost and 2 * len(lost) <= len(every):  # else the weights have other names, as adapters have
+        if lost and 2 * len(lost) <= len(every):
             yield UnsavedParameters(path=one.path, parameters=len(every), tensors=weights.tensors, names=lost)
-        return
-    shapes = {
+        if 2 * len(lost) <= len(every):
+            return
+        # Most names are unknown: those of adapters, which are saved under others, or of another model. Shapes decide.
+    moments = {
         shape
-        for states in one.states.values()
+        for name, states in one.states.items()
         for state, shape in states.items()
-        if state in SHAPED and shape is not None
+        if state in SHAPED and shape is not None and not is_flat_name(name)
     }
-    lost_shapes = tuple(sorted(shapes - weights.every)) if one.is_plain else ()
-    count = len(set(one.parameters))
-    if lost_shapes or count > weights.tensors:
-        yield UnsavedParameters(path=one.path, parameters=count, tensors=weights.tensors, shapes=lost_shapes)
+    lost_shapes = tuple(sorted(moments - weights.every)) if one.is_plain else ()
+    count = len(every) if one.is_named else len(set(one.parameters))
+    if lost_shapes or (count > weights.tensors and not one.is_named):
+        # A module that was not prepared comes on top of the parameters of the weights: each weight has its moments.
+        # Scalars are left out, as buffers of BatchNorm.
+        yield UnsavedParameters(
+            path=one.path,
+            parameters=count,
+            tensors=weights.tensors,
+            shapes=lost_shapes,
+            moments=tuple(sorted(moments)),
+            weights=tuple(sorted(weights.every)),
+            is_foreign=not (moments and weights.every - {()} <= moments),
+        )

@@ -209,9 +209,10 @@ def test_weights_that_a_hook_saves_elsewhere_are_not_missed(tmp_path: Path) -> N
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     (words,) = found(root)
     assert words == (
-        "unsaved-parameters: optimizer.bin: it has moments of shape [9], [9, 9], and no weights in the checkpoint have "
-        "it"
+        "unsaved-parameters: optimizer.bin: it has moments of shapes [9], [9, 9], and no weights have such a shape (9 "
+        "parameters in the optimizer, 7 tensors of weights)"
     )
+    assert check(root).findings[0].advice.startswith("the optimizer may have a module that was not prepared")
     torch.save(other.state_dict(), root / "other.pt")
     assert found(root) == []
     (root / "other.pt").unlink()
@@ -226,8 +227,40 @@ def test_more_parameters_than_tensors_are_of_another_model(tmp_path: Path) -> No
     step(model, optimizer)
     root = save(tmp_path / "checkpoint", [model[:2]], [optimizer])
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: it has 6 parameters, and the checkpoint 4 tensors of weights"
+        "unsaved-parameters: optimizer.bin: it has 6 parameters, and the checkpoint has 4 tensors of weights"
     ]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_optimizer_of_another_model_is_first_said_to_be_of_another_run(tmp_path: Path, is_named: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    other = torch.nn.Linear(7, 3)
+    foreign = torch.optim.AdamW(other.parameters())
+    step(other, foreign)
+    torch.save(foreign.state_dict(), root / "optimizer.bin")
+    if is_named:
+        rewrite(root / "optimizer.bin", lambda state: name_parameters(state, ["head.weight", "head.bias"]))
+    else:
+        with pytest.raises(ValueError, match="parameter group"):
+            optimizer.load_state_dict(torch.load(root / "optimizer.bin"))
+    assert found(root) == [
+        "unsaved-parameters: optimizer.bin: does not fit the weights (expected the parameters of 4 tensors of shapes "
+        "[2], [2, 3], [3] and 1 more; found 2 parameters of shapes [3], [3, 7])"
+    ]
+    advice = check(root).findings[0].advice
+    assert advice.startswith("it may belong to another run, and load_state then fails with a ValueError: ")
+    assert "prepare()" in advice
+    # As many parameters as tensors: the load itself succeeds.
+    other = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.Linear(8, 7))
+    foreign = torch.optim.AdamW(other.parameters())
+    step(other, foreign)
+    torch.save(foreign.state_dict(), root / "optimizer.bin")
+    optimizer.load_state_dict(torch.load(root / "optimizer.bin"))
+    assert "the first optimizer step after the load then fails" in check(root).findings[0].advice
+    with pytest.raises(RuntimeError):
+        step(model, optimizer)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -76,39 +76,70 @@ class MismatchedMoments(Finding):
 class UnsavedParameters(Finding):
     """Parameters of an optimizer without weights in the checkpoint.
 
-    ``names``: of them; ``shapes``: of the moments, where the parameters are numbered and no weights have such a shape.
-    ``parameters`` and ``tensors``: their numbers in the optimizer and in the checkpoint.
+    ``names``: of them. ``shapes``: those of moments that no weights have, where names decide nothing.
+    ``parameters`` and ``tensors``: the numbers of parameters in the optimizer, and of tensors in the checkpoint.
+    ``moments`` and ``weights``: all shapes of either. ``is_foreign``: some of the weights have no moments of their
+    shape, so that the optimizer is likelier to belong to another model than to one module more.
     """
 
     code = "unsaved-parameters"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "an optimizer has parameters for which the checkpoint has no weights"
+    meaning = (
+        "an optimizer has parameters for which the checkpoint has no weights: it belongs to another run, or a module "
+        "was not saved"
+    )
 
     parameters: int
     tensors: int
     names: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
+    moments: tuple[Shape, ...] = ()
+    weights: tuple[Shape, ...] = ()
+    is_foreign: bool = False
 
     def __str__(self) -> str:
+        parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
+        if self.is_foreign:
+            expected, present = f"{tensors}{_of_shapes(self.weights)}", f"{parameters}{_of_shapes(self.moments)}"
+            return f"{self.path}: does not fit the weights (expected the parameters of {expected}; found {present})"
         if self.names:
-            many = f"{len(self.names)} of {count_of(self.parameters, 'parameter')}"
             have = "has" if len(self.names) == 1 else "have"
-            return f"{self.path}: {many} {have} no weights in the checkpoint: {list_names(self.names)}"
+            lost = f"{len(self.names)} of {parameters} {have} no weights in the checkpoint"
+            return f"{self.path}: {lost}: {list_names(self.names)}"
         if self.shapes:
-            shapes = ", ".join(str(list(shape)) for shape in self.shapes[:3])
-            more = f" and {len(self.shapes) - 3} more" if len(self.shapes) > 3 else ""
-            return f"{self.path}: it has moments of shape {shapes}{more}, and no weights in the checkpoint have it"
-        have = count_of(self.tensors, "tensor")
-        return f"{self.path}: it has {count_of(self.parameters, 'parameter')}, and the checkpoint {have} of weights"
+            return (
+                f"{self.path}: it has moments{_of_shapes(self.shapes)}, and no weights have such a shape ({parameters} "
+                f"in the optimizer, {tensors} of weights)"
+            )
+        return f"{self.path}: it has {parameters}, and the checkpoint has {tensors} of weights"
 
     @property
     def advice(self) -> str:
-        """Advice to save the module that is left out, or to find its weights."""
+        """Advice for both explanations, the likelier one first."""
+        other_run = "copy all files of one save again"
+        module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
+        if not self.is_foreign:
+            return (
+                "the optimizer may have a module that was not prepared; a load leaves its weights random and its "
+                f"moments old: {module}. If the file belongs to another run instead, {other_run}"
+            )
+        fails = "load_state then fails with a ValueError"
+        if self.parameters == self.tensors:
+            fails = "the first optimizer step after the load then fails"
         return (
-            "after a load these parameters go on with new weights and old moments: prepare() the module that has them, "
-            "or copy all files of the save again; where their weights are kept elsewhere, all is well"
+            f"it may belong to another run, and {fails}: {other_run}. If the optimizer has a module that was not "
+            f"prepared instead, {module}"
         )
+
+
+def _of_shapes(shapes: tuple[Shape, ...]) -> str:
+    """Return at most three shapes in words, each once."""
+    if not shapes:
+        return ""
+    more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
+    noun = "shape" if len(shapes) == 1 else "shapes"
+    return f" of {noun} {', '.join(str(list(shape)) for shape in shapes[:3])}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
