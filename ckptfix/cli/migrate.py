@@ -66,6 +66,9 @@ from ckptfix.wording import escape
 @click.option(
     "--overwrite", is_flag=True, help="Replace a folder that migrate wrote, once the new one is complete."
 )
+@click.option(
+    "--allow-damage", is_flag=True, help="Migrate SRC although a repair is known; DST has the same errors."
+)
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 def migrate_command(
     src: str,
@@ -81,6 +84,7 @@ def migrate_command(
     drop_opaque: bool,
     no_verify: bool,
     overwrite: bool,
+    allow_damage: bool,
     dry_run: bool,
     report: Report,
 ) -> int:
@@ -110,6 +114,7 @@ def migrate_command(
             drop_opaque=drop_opaque,
             verify=not no_verify,
             overwrite=overwrite,
+            allow_damage=allow_damage,
             dry_run=dry_run,
             progress=progress,
             on_plan=lambda plan: report.show(plan.plan_lines()),

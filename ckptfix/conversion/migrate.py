@@ -350,6 +350,7 @@ def migrate(
     drop_opaque: bool = False,
     verify: bool = True,
     overwrite: bool = False,
+    allow_damage: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
     on_plan: OnPlan | None = None,
@@ -366,8 +367,8 @@ def migrate(
     ``keys``: new keys, as in ``repair``; None changes no key. ``dtype``: ``"bf16"`` and the like, for
     floating point tensors; ``"original"``, for DeepSpeed: the weights in the dtype of training instead of the
     fp32 ones of the optimizer. ``verify``: read everything back and compare digests. ``overwrite``: replace
-    the folder that an earlier migration wrote to ``dst``; anything else there is refused. ``progress`` gets
-    byte counts.
+    the folder that an earlier migration wrote to ``dst``; anything else there is refused. ``allow_damage``: go on
+    with errors that ``repair`` would fix in ``src``, and name them in the receipt. ``progress`` gets byte counts.
 
     Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError; nothing
     is left behind then.
@@ -393,9 +394,11 @@ def migrate(
         if options.original and all(one.format is not Format.DEEPSPEED for one in source.weights):
             raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
         ensure_finished(source)
+        # Before the plan: an optimizer that was saved twice fails there, with a message about names of parameters.
+        of_source = warnings_of_source(path, source.weights, options.keys, allow_damage=allow_damage)
         make = make_plan if options.strategy is None else plan_states
         plan = make(source, path, output, options)
-        warnings = (*warnings_of_source(path, source.weights, options.keys), *unfit_optimizers(plan))
+        warnings = (*of_source, *unfit_optimizers(plan))
     ensure_apart(plan)
     plan = replace(plan, removed=files_replaced(output))
     recorded_by = source_manifest(plan)

@@ -286,16 +286,20 @@ def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
 _DAMAGE = (*INCOMPLETE, CrcMismatch, FlatParameters, IndexMismatch)
 
 
-def warnings_of_source(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:
+def warnings_of_source(
+    path: Path, weights: Sequence[Weights], keys: Keys | None, *, allow_damage: bool = False
+) -> tuple[str, ...]:
     """Return in words the problems of a source that its copy will have, too: duplicate models, nested keys.
 
     Models lie in sub-folders, too, into which ``check`` does not look from above. Raises OperationError for
-    damage, UsageError where ``keys`` is ambiguous for this source. Checksums of records are compared while
-    they are read, not here.
+    damage, UsageError where ``keys`` is ambiguous for this source. ``allow_damage``: go on with errors that a
+    repair of the source would mend. Checksums of records are compared while they are read, not here.
     """
     homes = sorted({PurePosixPath(), *(one.home for one in weights)})
     findings = {home: _findings(path / home) for home in homes}
-    words = tuple(words for home in homes for words in _warnings_of_folder(path / home, findings[home]))
+    for home in homes:
+        _ensure_sound(path / home, findings[home], keys, allow_damage=allow_damage)
+    words = tuple(words for home in homes for words in _warnings_of_folder(path / home, findings[home], keys))
     if keys is Keys.AUTO:
         for one in weights:
             _ensure_decided(path, one, findings[one.home])
@@ -331,19 +335,42 @@ def _findings(path: Path) -> tuple[Finding, ...]:
         return ()  # migrate has read what ``check`` skips, to find the tensors
 
 
-def _warnings_of_folder(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
-    damage = [finding for finding in findings if isinstance(finding, _DAMAGE)]
-    if damage:
-        more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
-        raise OperationError(
-            f"{path}: {damage[0].code}: {damage[0]}{more}; a copy of it would look intact; nothing was written; "
-            f"next: {_next(path, damage[0])}"
-        )
-    return tuple(
-        f"the source has {finding.code}: {finding}; next: {command('check', path)}"
-        for finding in findings
-        if finding.severity is not Severity.NOTE
+def _ensure_sound(
+    path: Path, findings: tuple[Finding, ...], keys: Keys | None, *, allow_damage: bool
+) -> None:
+    """Raise OperationError for lost bytes, and for errors of which only the source shows how to repair them."""
+    lost = [finding for finding in findings if isinstance(finding, _DAMAGE)]
+    # Of a doubled save, a DCP folder keeps no trace of the second wrapper, so that a repair of the copy has to ask.
+    kept = [finding for finding in findings if _is_kept_error(finding, keys)]
+    damage = lost or ([] if allow_damage else kept)
+    if not damage:
+        return
+    more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
+    if lost:
+        why, following = "a copy of it would look intact", f"next: {_next(path, damage[0])}"
+    else:
+        why = "the copy would keep this error, with less evidence for a repair"
+        following = f"add --allow-damage to copy the error, too; next: {command('repair', path)}"
+    raise OperationError(
+        f"{path}: {damage[0].code}: {damage[0]}{more}; {why}; nothing was written; {following}"
     )
+
+
+def _is_kept_error(finding: Finding, keys: Keys | None) -> bool:
+    """Return whether a repair of the source fixes this error, and a migration with these ``keys`` does not."""
+    is_mended = isinstance(finding, NestedPrefix) and keys is not None
+    return finding.severity is Severity.ERROR and finding.is_fixable and not is_mended
+
+
+def _warnings_of_folder(path: Path, findings: tuple[Finding, ...], keys: Keys | None) -> Iterator[str]:
+    for finding in findings:
+        if _is_kept_error(finding, keys):
+            yield (
+                f"--allow-damage: the copy keeps {finding.code} of the source: {finding}; next, before you migrate "
+                f"again: {command('repair', path)}"
+            )
+        elif finding.severity is not Severity.NOTE:
+            yield f"the source has {finding.code}: {finding}; next: {command('check', path)}"
 
 
 def _next(path: Path, finding: Finding) -> str:

@@ -10,6 +10,8 @@ import torch
 from ckptfix.cli import run
 from tests.conversion.making import digests_at, names_below, write_safetensors
 
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "golden"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -62,6 +64,26 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         {"what": "pytorch_model_1.bin", "reason": "weights of a model that is converted from other files"}
     ]
     assert document["not_checked"][0] == "that the new files hold what the old ones do (--no-verify)"
+
+
+def test_a_duplicate_model_is_refused_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = str(GOLDEN / "doubled-model" / "checkpoint"), tmp_path / "b"
+    arguments = ["migrate", source, str(target), "--to", "dcp"]
+    assert run(arguments) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith(
+        f"add --allow-damage to copy the error, too; next: ckptfix repair {source}\n"
+    )
+    assert run([*arguments, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["status"] == 3
+    shares = [*arguments, "--partial", str(tmp_path / "partial"), "--shard"]
+    assert [run([*shares, share]) for share in ("0/2", "1/2")] == [3, 3]
+    capsys.readouterr()
+    assert not target.exists()
+    assert run([*arguments, "--allow-damage", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["warnings"][0].startswith("--allow-damage: the copy keeps doubled-model of the source: ")
 
 
 def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,8 @@ CASES: dict[str, tuple[list[str], Call]] = {
         lambda folder, new: diff(folder / "model.safetensors", folder / "model_2.safetensors"),
     ),
     "migrate-dry": (
-        ["migrate", "{}", "{}-new", "--to", "bin", "--dry-run"],
-        lambda folder, new: migrate(folder, f"{folder}-new", to="bin", dry_run=True),
+        ["migrate", "{}", "{}-new", "--to", "bin", "--dry-run", "--allow-damage"],
+        lambda folder, new: migrate(folder, f"{folder}-new", to="bin", dry_run=True, allow_damage=True),
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ STEPS: dict[str, tuple[list[str], int]] = {
     "diff": (["diff", "{}/model.safetensors", "{}/model_2.safetensors"], 1),
     "repair": (["repair", "{}"], 0),
     "undo": (["undo", "{}"], 0),
-    "migrate": (["migrate", "{}", "{}-new", "--to", "bin", "--dry-run"], 0),
+    "migrate": (["migrate", "{}", "{}-new", "--to", "bin", "--dry-run", "--allow-damage"], 0),
     "salvage": (["salvage", "{}", "{}-saved"], 0),
 }
 

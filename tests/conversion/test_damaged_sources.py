@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix import Policy, repair, seal, verify
+from ckptfix import Policy, check, repair, seal, verify
 from ckptfix.conversion.migrate import migrate
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.tensors.optimizers import Strategy
+from tests.conversion.making import FORMATS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _STATE = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "c.weight": torch.randn(2, 2)}
@@ -144,16 +146,82 @@ def test_an_index_that_cannot_be_read_or_is_not_there(tmp_path: Path) -> None:
     migrate(tmp_path, tmp_path.parent / "b", to="bin")
 
 
-def test_what_is_wrong_and_no_damage_is_passed_on_with_a_word(tmp_path: Path) -> None:
+_TO_REPAIR = {
+    "doubled-model": "doubled-model",
+    "doubled-model-bin": "doubled-model",
+    "doubled-states": "doubled-model",
+    "shifted-entries": "doubled-model",
+    "nested-prefix": "nested-prefix",
+}
+"""Golden folder -> the code of its first error, which a default repair fixes."""
+
+
+@pytest.mark.parametrize("case", _TO_REPAIR)
+@pytest.mark.parametrize("to", [*FORMATS, *Strategy])
+def test_an_error_that_a_repair_fixes_is_refused(tmp_path: Path, case: str, to: str) -> None:
+    source = FIXTURES / "golden" / case / "checkpoint"
+    state = "all" if to in [*Strategy] else "weights"
+    for dry_run in (False, True):
+        with pytest.raises(OperationError) as refusal:
+            migrate(source, tmp_path / "b", to=to, state=state, dry_run=dry_run)
+        words = str(refusal.value)
+        assert words.startswith(f"{source}: {_TO_REPAIR[case]}: ")
+        assert words.endswith(
+            f"nothing was written; add --allow-damage to copy the error, too; next: ckptfix repair {source}"
+        )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_allowed_damage_is_named_and_carried_over(tmp_path: Path, to: str) -> None:
+    source = FIXTURES / "golden" / "shifted-entries" / "checkpoint"
+    for dry_run in (True, False):
+        receipt = migrate(source, tmp_path / "b", to=to, allow_damage=True, dry_run=dry_run)
+        (words, *_) = receipt.warnings
+        assert words.startswith(
+            "--allow-damage: the copy keeps doubled-model of the source: model_1.safetensors: "
+        )
+        assert words.endswith(f"next, before you migrate again: ckptfix repair {source}")
+    assert check(tmp_path / "b").status == 1
+
+
+def test_allowed_damage_is_not_lost_bytes(tmp_path: Path) -> None:
+    """Of what is cut or missing, a copy would look intact, whatever is allowed."""
     source = tmp_path / "a"
-    source.mkdir()
-    write(source / "model.safetensors", _STATE)
-    write(source / "model_1.safetensors", {f"module.{key}": one for key, one in _STATE.items()})
-    for rank in range(2):
-        torch.save({}, source / f"random_states_{rank}.pkl")
+    shutil.copytree(FIXTURES / "golden" / "doubled-model" / "checkpoint", source)
+    cut = source / "model_1.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-4])
+    with pytest.raises(OperationError, match="truncated: "):
+        migrate(source, tmp_path / "b", to="bin", allow_damage=True)
+
+
+def test_a_model_in_a_folder_below_is_refused_with_its_own_command(tmp_path: Path) -> None:
+    below = tmp_path / "a" / "unet"
+    below.mkdir(parents=True)
+    write(
+        below / "diffusion_pytorch_model.safetensors",
+        {f"module.module.{key}": one for key, one in _STATE.items()},
+    )
+    (below / "config.json").write_text('{"_class_name": "UNet2DModel"}')
+    (tmp_path / "a" / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DModel"]}')
+    with pytest.raises(OperationError, match=rf"nested-prefix.*next: ckptfix repair {below}$"):
+        migrate(tmp_path / "a", tmp_path / "b", to="bin")
+    migrate(tmp_path / "a", tmp_path / "b", to="bin", keys="auto")
+    assert not [one for one in check(tmp_path / "b" / "unet").findings if one.severity.value == "error"]
+
+
+def test_a_repaired_source_is_migrated(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(FIXTURES / "golden" / "doubled-model" / "checkpoint", source)
+    repair(source)
+    assert migrate(source, tmp_path / "b", to="dcp").warnings[0].startswith("optimizer.bin: copied unchanged")
+
+
+def test_what_only_the_user_can_judge_is_passed_on_with_a_word(tmp_path: Path) -> None:
+    source = FIXTURES / "golden" / "identical-models" / "checkpoint"
     for dry_run in (True, False):
         receipt = migrate(source, tmp_path / "b", to="bin", dry_run=dry_run)
-        assert [words.split(":")[0] for words in receipt.warnings] == ["the source has doubled-model"]
+        assert [words.split(":")[0] for words in receipt.warnings][:1] == ["the source has identical-models"]
 
 
 def test_the_checksums_of_carried_archives_are_compared(tmp_path: Path) -> None:

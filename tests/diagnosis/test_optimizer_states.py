@@ -232,7 +232,9 @@ def test_more_parameters_than_tensors_are_of_another_model(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_an_optimizer_of_another_model_is_first_said_to_be_of_another_run(tmp_path: Path, is_named: bool) -> None:
+def test_an_optimizer_of_another_model_is_first_said_to_be_of_another_run(
+    tmp_path: Path, is_named: bool
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     root = save(tmp_path / "checkpoint", [model], [optimizer])

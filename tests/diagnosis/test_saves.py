@@ -120,7 +120,8 @@ def test_what_salvage_lost_is_said_until_it_is_there_again(folder: Path, tmp_pat
     assert incomplete(tmp_path / "new") == "it was salvaged: 1 tensor lost"
     (tmp_path / "new" / "salvage.json").unlink()
     assert [str(one) for one in check(tmp_path / "new").findings] == [
-        "optimizer.bin: it has moments of shape [3, 8], and no weights in the checkpoint have it"
+        "optimizer.bin: it has moments of shape [3, 8], and no weights have such a shape (4 parameters in the "
+        "optimizer, 3 tensors of weights)"
     ]
     assert incomplete(tmp_path / "new") is None
 

@@ -48,7 +48,7 @@ VERBS = {
     "verify": ("verify", "AT", "--data"),
     "diff": ("diff", "AT", CASE),
     "salvage": ("salvage", "AT", "NEW"),
-    "migrate": ("migrate", "AT", "NEW", "--to", "bin"),
+    "migrate": ("migrate", "AT", "NEW", "--to", "bin", "--allow-damage"),
 }
 
 

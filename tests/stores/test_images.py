@@ -263,7 +263,7 @@ def test_a_file_url_is_a_path(url: str) -> None:
 
 
 def test_a_url_of_a_file_is_a_path_where_a_verb_writes(tmp_path: Path) -> None:
-    migrate(f"file://{CASE}", f"file://{tmp_path}/new", to="bin")
+    migrate(f"file://{CASE}", f"file://{tmp_path}/new", to="bin", allow_damage=True)
     assert check(tmp_path / "new").folder.components
     repair(CASE, output=f"file://{tmp_path}/repaired")
     assert check(tmp_path / "repaired").status == 0
@@ -376,8 +376,11 @@ def test_threads_may_check_at_once(url: str) -> None:
 
 def test_a_migration_reads_from_a_store(url: str, tmp_path: Path) -> None:
     uploaded(url)
-    migrate(url, tmp_path / "far", to="bin")
-    migrate(CASE, tmp_path / "near", to="bin")
+    with pytest.raises(OperationError, match=rf"^{url}: doubled-model: .*next: ckptfix repair {url}$"):
+        migrate(url, tmp_path / "far", to="bin")
+    assert not (tmp_path / "far").exists()
+    migrate(url, tmp_path / "far", to="bin", allow_damage=True)
+    migrate(CASE, tmp_path / "near", to="bin", allow_damage=True)
     names = {path.relative_to(tmp_path / "near") for path in (tmp_path / "near").rglob("*.bin")}
     assert names
     assert all(

@@ -490,22 +490,24 @@ def test_migrate_and_salvage_write_to_a_url(
         FIXTURES / "accelerate-1.15.0/student-teacher-wrapper-safetensors/checkpoint",
         f"{bucket}/new",
     )
-    assert run(["migrate", str(source), url, "--to", "bin", "--dry-run"]) == 0
+    options = ["--to", "bin", "--allow-damage"]
+    assert run(["migrate", str(source), url, *options, "--dry-run"]) == 0
     assert open_store(url).list() == {}
-    assert run(["migrate", str(source), url, "--to", "bin"]) == 0
+    assert run(["migrate", str(source), url, *options]) == 0
     said = capsys.readouterr()
     assert f"in {url}" in said.out
     assert str(tmp_path) not in said.out + said.err
     assert is_committed(open_store(url))
     assert check(url).status == check(source).status
     assert not list(tmp_path.iterdir())
-    migrate(source, tmp_path / "local", to="bin")
+    migrate(source, tmp_path / "local", to="bin", allow_damage=True)
     assert {name: data for name, data in contents(open_store(url)).items() if name.endswith(".bin")} == {
         path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.bin")
     }
     assert run(["migrate", str(source), url, "--to", "safetensors"]) == 2
     assert "or --overwrite" in capsys.readouterr().err
-    assert run(["migrate", str(source), url, "--to", "safetensors", "--overwrite"]) == 0
+    options = ["--to", "safetensors", "--overwrite", "--allow-damage"]
+    assert run(["migrate", str(source), url, *options]) == 0
     assert "pytorch_model.bin" not in open_store(url).list()
     open_store(url).put("notes.txt", b"mine")
     assert run(["migrate", str(source), url, "--to", "bin", "--overwrite"]) == 2

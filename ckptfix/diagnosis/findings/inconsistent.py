@@ -101,7 +101,10 @@ class UnsavedParameters(Finding):
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
         if self.is_foreign:
-            expected, present = f"{tensors}{_of_shapes(self.weights)}", f"{parameters}{_of_shapes(self.moments)}"
+            expected, present = (
+                f"{tensors}{_of_shapes(self.weights)}",
+                f"{parameters}{_of_shapes(self.moments)}",
+            )
             return f"{self.path}: does not fit the weights (expected the parameters of {expected}; found {present})"
         if self.names:
             have = "has" if len(self.names) == 1 else "have"
