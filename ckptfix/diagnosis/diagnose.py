@@ -16,6 +16,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
+from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import (
     DeepSpeedState,
     diagnose_deepspeed,
@@ -25,7 +26,7 @@ from ckptfix.diagnosis.file_damage import (
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     IndexMismatch,
@@ -183,6 +184,9 @@ def diagnose(
     findings += diagnose_states(evidence, compare, drops, doubled)
     findings += diagnose_gaps(evidence)
     findings += diagnose_names(evidence, groups, doubled)
+    if folder.only is None:
+        of_files = frozenset(finding.path for finding in findings if finding.severity is Severity.ERROR)
+        findings += diagnose_families(folder.root, groups, of_files, data=data, progress=progress)
     findings += (finding for state in deepspeed for finding in state.findings)
     findings += diagnose_rank_files(folder, frozenset(finding.path for finding in findings))
     refused: dict[PurePosixPath, str] = {}

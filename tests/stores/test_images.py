@@ -45,9 +45,9 @@ def nothing_left() -> Iterator[None]:
     assert not os.path.exists(images._session.folder)
 
 
-def uploaded(url: str) -> str:
+def uploaded(url: str, folder: Path = CASE) -> str:
     store = open_store(url)
-    for path in CASE.iterdir():
+    for path in folder.iterdir():
         store.put(path.name, path.read_bytes())
     return url
 
@@ -372,6 +372,16 @@ def test_threads_may_check_at_once(url: str) -> None:
         thread.join()
     assert len(found) == 12
     assert len(set(found)) == 1
+
+
+def test_two_families_in_a_store_are_compared(url: str, tmp_path: Path) -> None:
+    for case in ("stale-family", "second-family"):
+        folder = CASE.parents[1] / case / "checkpoint"
+        uploaded(f"{url}/{case}", folder)
+        for data in (False, True):
+            (there,) = check(f"{url}/{case}", data=data).findings
+            assert there == check(folder, data=data).findings[0]
+            assert there.code == case
 
 
 def test_a_migration_reads_from_a_store(url: str, tmp_path: Path) -> None:

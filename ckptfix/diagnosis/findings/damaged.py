@@ -1,5 +1,6 @@
 """Findings about damaged files and indexes, and about pickles that can run code or that ``torch.load`` refuses."""
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from ckptfix.dataclass import dataclass
@@ -232,6 +233,105 @@ class StaleShard(Finding):
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
         return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleFamily(Finding):
+    """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards, with other values.
+
+    ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index that it takes.
+    ``tensors``: the number of keys that both have. ``difference``: the first key whose values differ.
+    """
+
+    code = "stale-family"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a model is stored in two formats, or in one file and in shards, with different values: loaders differ in "
+        "which they take"
+    )
+
+    preferred: PurePosixPath
+    loads: Mapping[str, PurePosixPath]
+    tensors: int
+    difference: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: the same {count_of(self.tensors, 'key')} as in {self.preferred}, with other values (first "
+            f"in {self.difference!r}); {_loads(self.loads)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
+        return (
+            "they are of two saves: move the one that you do not want out of the folder; to compare them: "
+            f"ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondFamily(Finding):
+    """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
+
+    ``preferred``, ``loads``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this one alone; ``absent``: those of
+    the preferred one alone; ``changed``: those with another dtype or shape. ``uncompared``: the number of tensors whose
+    bytes are scattered over a file. ``sampled``: not every byte of the others was compared.
+    """
+
+    code = "second-family"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "a model is stored in two formats, or in one file and in shards: with equal values, or with other keys or "
+        "dtypes"
+    )
+
+    preferred: PurePosixPath
+    loads: Mapping[str, PurePosixPath]
+    tensors: int
+    own: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    uncompared: int = 0
+    sampled: bool = False
+
+    def __str__(self) -> str:
+        differences = (
+            (self.own, f"not in {self.preferred}"),
+            (self.absent, f"in {self.preferred} alone"),
+            (self.changed, "of another dtype or shape"),
+        )
+        told = [
+            f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}" for keys, what in differences if keys
+        ]
+        if told:
+            return f"{self.path}: {'; '.join(told)}; values were not compared; {_loads(self.loads)}"
+        how = "sampled bytes" if self.sampled else "bytes"
+        left = f", but for {count_of(self.uncompared, 'tensor')} not compared" if self.uncompared else ""
+        return (
+            f"{self.path}: the same model as {self.preferred} ({count_of(self.tensors, 'key')}, {how} equal{left}); "
+            f"{_loads(self.loads)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to compare what was not compared here, or to save the space."""
+        if not (self.own or self.absent or self.changed or self.uncompared):
+            return "either file is enough; keep the one that your loader takes"
+        return f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+
+
+def _loads(loads: Mapping[str, PurePosixPath]) -> str:
+    """Return in words which loader takes which file: "load_state and transformers load model.safetensors"."""
+    by_file: dict[PurePosixPath, list[str]] = {}
+    for loader, path in loads.items():
+        by_file.setdefault(path, []).append(loader)
+    return ", ".join(
+        f"{' and '.join(loaders)} {'loads' if len(loaders) == 1 else 'load'} {path}"
+        for path, loaders in by_file.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

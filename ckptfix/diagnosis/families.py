@@ -1,0 +1,264 @@
+"""Families of files that hold one model, of which a loader takes one: safetensors or ``.bin``, one file or shards.
+
+A save never deletes the files of another format, so that an older model stays in the folder, and which of the two is
+loaded depends on the loader. Families are compared only where one call of a loader could take either: variants such as
+``fp16`` are asked for by name, and adapters, ``consolidated.safetensors`` and FSDP's files have loaders of their own.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.entries import ModelFiles
+from ckptfix.checkpoint.filenames import FileName, ModelName, Role, parse_file_name
+from ckptfix.checkpoint.pairing import Files
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import SecondFamily, StaleFamily
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.reading import open_reader
+
+_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX = ".safetensors", ".safetensors.index", ".bin", ".bin.index"
+
+_STEMS = {
+    "model": (_SAFE, _SAFE_INDEX),
+    "pytorch_model": (_BIN, _BIN_INDEX),
+    "diffusion_pytorch_model": (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX),
+    "adapter_model": (_SAFE, _BIN),
+    "pytorch_lora_weights": (_SAFE, _BIN),
+}
+"""Stem of a file name -> the kinds of family that a loader looks for under it."""
+
+_LOADERS = {
+    "model": {
+        "load_state": (_SAFE, _BIN),
+        "transformers": (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX),
+        "load_checkpoint_in_model": (_BIN, _SAFE),
+    },
+    "diffusion_pytorch_model": {"diffusers": (_SAFE_INDEX, _SAFE, _BIN, _BIN_INDEX)},
+    "adapter_model": {"PEFT": (_SAFE, _BIN)},
+    "pytorch_lora_weights": {"diffusers": (_SAFE, _BIN)},
+}
+"""Model -> loader -> the kinds of family that it looks for; it takes the first that exists.
+
+accelerate 1.15.0: ``checkpointing.py:load_accelerator_state``; ``utils/modeling.py:load_checkpoint_in_model``, which
+takes an index only where neither file exists. transformers 5.23.0: ``_get_resolved_checkpoint_files`` of
+``modeling_utils.py``. diffusers 0.42.1: ``models/modeling_utils.py:from_pretrained`` and ``loaders/lora_base.py``.
+PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``.
+"""
+
+_OF_VARIANTS = ("transformers", "diffusers")
+"""Loaders with an option ``variant``."""
+
+_PAGES = 24
+_MOST_TIES = 16
+
+
+class _Stored(NamedTuple):
+    """One tensor of a family, and its file."""
+
+    info: TensorInfo
+    path: PurePosixPath
+
+
+class _Family(NamedTuple):
+    """One family: its kind, the file or the index that a loader looks for, and the files of its tensors."""
+
+    kind: str
+    path: PurePosixPath
+    group: ModelFiles
+
+    def tensors(self) -> dict[str, _Stored]:
+        """Return its tensors by key."""
+        return {
+            tensor.fqn: _Stored(tensor, member.path)
+            for member in self.group.members
+            for tensor in member.tensors
+        }
+
+
+def diagnose_families(
+    root: Path,
+    groups: Iterable[ModelFiles],
+    damaged: Collection[PurePosixPath],
+    *,
+    data: bool,
+    progress: Progress | None,
+) -> Iterator[Finding]:
+    """Yield a finding for each model that a folder holds twice. ``damaged``: files with an error, which explains more.
+
+    Samples of the bytes are compared, or with ``data`` all of them. Raises OSError.
+    """
+    models: dict[tuple[ModelName, int], list[_Family]] = {}
+    for group in groups:
+        name = _name(group)
+        kind = _kind(name) if name is not None else None
+        if name is not None and name.model is not None and kind is not None:
+            path = group.index_path or group.members[0].path
+            models.setdefault((name.model, name.index), []).append(_Family(kind, path, group))
+    for (model, index), families in models.items():
+        loaders = {
+            loader: order
+            for loader, order in _LOADERS[model.stem].items()
+            if (not model.variant or loader in _OF_VARIANTS) and (index == 0 or loader == "load_state")
+        }
+        # The loader that knows most kinds decides which family the others are compared with.
+        order = max(loaders.values(), key=len, default=())
+        families = sorted(
+            (family for family in families if family.kind in order),
+            key=lambda family: order.index(family.kind),
+        )
+        loads = {
+            loader: taken
+            for loader, kinds in loaders.items()
+            for taken in [family.path for kind in kinds for family in families if family.kind == kind][:1]
+        }
+        comparable = [family for family in families if _is_comparable(family.group, damaged)]
+        for family in comparable[1:]:
+            yield _compared(root, comparable[0], family, loads, data=data, progress=progress)
+
+
+def _name(group: ModelFiles) -> FileName | None:
+    """Return the parsed name of the file or the index that a loader looks for, None where no loader finds the group."""
+    if group.stale_of is not None or not group.members:
+        return None
+    if group.index_path is not None:
+        return parse_file_name(group.index_path.name) if group.index is not None else None
+    return group.members[0].name
+
+
+def _kind(name: FileName) -> str | None:
+    """Return the kind of family of a file or an index by its name, None for a name that no loader tries."""
+    if name.role is Role.WEIGHTS_INDEX:
+        kind = _SAFE_INDEX if name.suffix.startswith(_SAFE) else _BIN_INDEX
+    elif name.role in (Role.MODEL, Role.UNKNOWN) and name.shard is None:
+        kind = name.suffix
+    else:
+        return None
+    return kind if kind in _STEMS.get(name.stem.partition(".")[0], ()) else None
+
+
+def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:
+    """Return whether the files of a family hold one state dict, without an error in any of them."""
+    files = [*group.members, *([group.index] if group.index is not None else [])]
+    return (
+        group.is_whole
+        and all(file.problem is None and file.path not in damaged for file in files)
+        and all(member.whole is not None for member in group.members)
+    )
+
+
+def _compared(
+    root: Path,
+    first: _Family,
+    second: _Family,
+    loads: Mapping[str, PurePosixPath],
+    *,
+    data: bool,
+    progress: Progress | None,
+) -> Finding:
+    """Compare two families of one model."""
+    left, right = first.tensors(), second.tensors()
+    shared = left.keys() & right.keys()
+    changed = tuple(fqn for fqn in left if fqn in shared and left[fqn].info[1:3] != right[fqn].info[1:3])
+    # A save of safetensors leaves out all but one key of tied weights, and one of .bin keeps them all.
+    absent, own = (_untied(root, family, shared, data=data) for family in (left, right))
+    if changed or absent or own:
+        return SecondFamily(
+            path=second.path,
+            preferred=first.path,
+            loads=loads,
+            tensors=len(shared),
+            own=own,
+            absent=absent,
+            changed=changed,
+        )
+    pairs = {fqn: (left[fqn], right[fqn]) for fqn in left if fqn in shared}
+    runs = {fqn: run for fqn, pair in pairs.items() if (run := _run(*pair)) is not None}
+    difference, sampled = _difference(root, pairs, runs, data=data, progress=progress)
+    if difference is not None:
+        return StaleFamily(
+            path=second.path, preferred=first.path, loads=loads, tensors=len(shared), difference=difference
+        )
+    return SecondFamily(
+        path=second.path,
+        preferred=first.path,
+        loads=loads,
+        tensors=len(shared),
+        uncompared=len(pairs) - len(runs),
+        sampled=sampled,
+    )
+
+
+def _run(one: _Stored, other: _Stored) -> Run | None:
+    """Return the bytes of two equal tensors, None where they are scattered: a transposed weight in a ``.bin`` file."""
+    if one.info.data_offsets is None or other.info.data_offsets is None:
+        return None
+    begin, end = one.info.data_offsets
+    other_begin, other_end = other.info.data_offsets
+    return Run(begin, other_begin, end - begin) if end - begin == other_end - other_begin else None
+
+
+def _difference(
+    root: Path,
+    pairs: Mapping[str, tuple[_Stored, _Stored]],
+    runs: Mapping[str, Run],
+    *,
+    data: bool,
+    progress: Progress | None = None,
+) -> tuple[str | None, bool]:
+    """Return the first key with other bytes, None for none, and whether only samples were compared."""
+    by_files: dict[Files, list[str]] = {}
+    for fqn in runs:
+        by_files.setdefault((pairs[fqn][0].path, pairs[fqn][1].path), []).append(fqn)
+    pages = max(2, _PAGES // max(1, len(by_files)))
+    is_sampled = False
+    for files, keys in by_files.items():
+        every = tuple(runs[fqn] for fqn in keys)
+        with open_reader(root / files[0]) as one, open_reader(root / files[1]) as other:
+            if same_bytes_without_reading(one, other, every):
+                continue
+            some = sample_runs(every, pages=pages)
+            for part in (some, every) if data else (some,):
+                found = first_difference(one, other, part, progress=None if part is some else progress)
+                if found is not None:
+                    place = found.offset_a
+                    return next(
+                        fqn
+                        for fqn in keys
+                        if runs[fqn].offset_a <= place < runs[fqn].offset_a + runs[fqn].length
+                    ), False
+            is_sampled |= not data and sum(run.length for run in some) < sum(run.length for run in every)
+    return None, is_sampled
+
+
+def _untied(
+    root: Path, tensors: Mapping[str, _Stored], shared: Collection[str], *, data: bool
+) -> tuple[str, ...]:
+    """Return the keys of a family that the other one lacks, without those of a tensor that it has under another key.
+
+    A tie is one stretch of a file, or two with equal bytes. Vectors do not count: many biases are equal.
+    """
+    missing = [fqn for fqn in tensors if fqn not in shared]
+    if len(missing) > _MOST_TIES:
+        return tuple(missing)
+    untied = []
+    for fqn in missing:
+        mine = tensors[fqn]
+        twins = (
+            twin
+            for key, twin in tensors.items()
+            if key in shared and twin.info[1:3] == mine.info[1:3] and len(mine.info.shape) > 1
+        )
+        if not any(_is_one_tensor(root, mine, twin, data=data) for twin in islice(twins, _MOST_TIES)):
+            untied.append(fqn)
+    return tuple(untied)
+
+
+def _is_one_tensor(root: Path, one: _Stored, other: _Stored, *, data: bool) -> bool:
+    if one.path == other.path and one.info.data_offsets == other.info.data_offsets is not None:
+        return True
+    run = _run(one, other)
+    return run is not None and _difference(root, {"": (one, other)}, {"": run}, data=data)[0] is None

@@ -1,0 +1,300 @@
+"""Families of files that hold one model: which are compared, what is said of them, and which one each loader takes."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptfix import check
+from ckptfix.diagnosis.findings import SecondFamily, StaleFamily
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+Tensors = Mapping[str, torch.Tensor]
+
+
+def values(number: float, *names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.full((4, 3), float(number)) for name in names or ("a.weight", "b.weight")}
+
+
+def write(path: Path, tensors: Tensors) -> None:
+    """Write a file, or an index with a shard for each tensor where the name is that of an index."""
+    suffix = ".bin" if ".bin" in path.name else ".safetensors"
+    if path.suffix in (".bin", ".pt"):
+        torch.save(dict(tensors), path)
+        return
+    if path.suffix == ".safetensors":
+        save_file(dict(tensors), path, {"format": "pt"})
+        return
+    stem, shards = path.name.partition(suffix)[0], {}
+    variant = path.name.partition(".index")[2].removesuffix(".json")
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        shards[name] = f"{stem}{variant}-{number:05}-of-{len(tensors):05}{suffix}"
+        write(path.with_name(shards[name]), {name: tensor})
+    path.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+
+
+def families(root: Path, *, data: bool = False) -> list[StaleFamily | SecondFamily]:
+    """Return the findings about families, after a look that there are no others."""
+    findings = check(root, data=data).all_findings
+    assert {one.code for one in findings} <= {"stale-family", "second-family", "unloadable-pickle"}
+    return [one for one in findings if isinstance(one, StaleFamily | SecondFamily)]
+
+
+PAIRS = [
+    ("model.safetensors", "pytorch_model.bin"),
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("model.safetensors", "pytorch_model.bin.index.json"),
+    ("model.safetensors.index.json", "pytorch_model.bin"),
+    ("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ("model_1.safetensors", "pytorch_model_1.bin"),
+    ("model.fp16.safetensors", "pytorch_model.fp16.bin"),
+    ("model.fp16.safetensors", "model.safetensors.index.fp16.json"),
+    ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors"),
+    ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
+    ("adapter_model.safetensors", "adapter_model.bin"),
+    ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin"),
+]
+"""Two families of which a loader takes one, the first of them first."""
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_other_values_in_two_families_are_a_warning(
+    tmp_path: Path, pair: tuple[str, str], data: bool
+) -> None:
+    for number, name in enumerate(pair):
+        write(tmp_path / name, values(number))
+    (finding,) = families(tmp_path, data=data)
+    assert isinstance(finding, StaleFamily)
+    assert (str(finding.path), str(finding.preferred)) == (pair[1], pair[0])
+    assert finding.difference == "a.weight"
+    assert check(tmp_path).status == 1
+    write(tmp_path / pair[1], values(0))
+    (note,) = families(tmp_path, data=data)
+    assert isinstance(note, SecondFamily)
+    assert "(2 keys, bytes equal)" in str(note)
+    assert check(tmp_path, data=data).status == 0
+
+
+HEALTHY: dict[str, dict[str, Tensors]] = {
+    "a variant": {"model.safetensors": values(0), "model.fp16.safetensors": values(1)},
+    "a variant in the other format": {"model.safetensors": values(0), "pytorch_model.fp16.bin": values(1)},
+    "weights before an EMA": {
+        "diffusion_pytorch_model.safetensors": values(0),
+        "diffusion_pytorch_model.non_ema.safetensors": values(1),
+    },
+    "a variant in shards": {
+        "model.safetensors.index.json": values(0),
+        "model.safetensors.index.fp16.json": values(1),
+    },
+    "consolidated": {"model.safetensors.index.json": values(0), "consolidated.safetensors": values(1)},
+    "an index and its shards": {"model.safetensors.index.json": values(0)},
+    "an adapter": {"model.safetensors": values(0), "adapter_model.safetensors": values(1)},
+    "an adapter in the other format": {"model.safetensors": values(0), "adapter_model.bin": values(1)},
+    "another model": {"model.safetensors": values(0), "pytorch_model_1.bin": values(1)},
+    "names of a script": {"w.safetensors": values(0), "w.bin": values(1), "model.pt": values(2, "c.weight")},
+    "a full save of FSDP": {"model.safetensors": values(0), "pytorch_model_fsdp.bin": values(1)},
+    "names that no loader tries": {"model.safetensors": values(0), "model.bin": values(1)},
+}
+"""What a folder holds in which no loader chooses."""
+
+
+@pytest.mark.parametrize("what", HEALTHY)
+def test_files_among_which_no_loader_chooses_are_not_compared(tmp_path: Path, what: str) -> None:
+    for name, tensors in HEALTHY[what].items():
+        write(tmp_path / name, tensors)
+    assert families(tmp_path) == families(tmp_path, data=True) == []
+
+
+def test_optimizers_and_single_files_are_not_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint", folder)
+    assert families(folder) == []
+    write(
+        folder / "pytorch_model.bin",
+        {name: one + 1 for name, one in load_file(folder / "model.safetensors").items()},
+    )
+    assert [one.code for one in families(folder)] == ["stale-family"]
+    assert families(folder / "pytorch_model.bin") == []
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("is_kept", ["head.weight", "embed.weight"])
+def test_tied_weights_that_safetensors_leaves_out(tmp_path: Path, is_shared: bool, is_kept: str) -> None:
+    embedding = torch.randn(5, 3)
+    tied = {"embed.weight": embedding, "head.weight": embedding if is_shared else embedding.clone()}
+    norm = {"norm.weight": torch.ones(3)}
+    write(tmp_path / "pytorch_model.bin", {**tied, **norm})
+    write(tmp_path / "model.safetensors", {is_kept: embedding, **norm})
+    (note,) = families(tmp_path)
+    assert isinstance(note, SecondFamily)
+    assert not note.own
+    assert note.tensors == 2
+    write(tmp_path / "model.safetensors", {is_kept: embedding + 1, **norm})
+    assert [one.code for one in families(tmp_path)] == ["stale-family"]
+
+
+def test_other_keys_dtypes_and_shapes_are_a_note(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {**values(0, "a", "b", "c"), "d": torch.zeros(2)})
+    write(
+        tmp_path / "pytorch_model.bin",
+        {**values(1, "a"), **values(2, "x"), "b": torch.ones(12), "c": torch.ones(4, 3).half()},
+    )
+    (note,) = families(tmp_path)
+    assert isinstance(note, SecondFamily)
+    assert (note.own, note.absent, note.changed) == (("x",), ("d",), ("b", "c"))
+    assert str(note) == (
+        "pytorch_model.bin: 1 key not in model.safetensors: 'x'; 1 key in model.safetensors alone: 'd'; 2 keys of "
+        "another dtype or shape: 'b', 'c'; values were not compared; load_state and transformers load "
+        "model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
+    )
+    assert check(tmp_path).status == 0
+
+
+def test_a_difference_between_the_samples_is_found_with_data(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(1 << 16), "b": torch.zeros(1 << 16)}
+    write(tmp_path / "model.safetensors", tensors)
+    tensors["b"][2000] = 1
+    write(tmp_path / "pytorch_model.bin", tensors)
+    (note,) = families(tmp_path)
+    assert isinstance(note, SecondFamily)
+    assert note.sampled
+    assert (
+        "1 comparison read samples only; ckptfix check --data reads every byte" in check(tmp_path).not_checked
+    )
+    (finding,) = families(tmp_path, data=True)
+    assert isinstance(finding, StaleFamily)
+    assert finding.difference == "b"
+
+
+def test_a_tensor_in_scattered_bytes_is_said_not_to_be_compared(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": torch.ones(3, 4), "b": torch.ones(2)})
+    write(tmp_path / "pytorch_model.bin", {"a": torch.zeros(4, 3).t(), "b": torch.ones(2)})
+    (note,) = families(tmp_path, data=True)
+    assert "bytes equal, but for 1 tensor not compared" in str(note)
+    assert "ckptfix diff" in note.advice
+
+
+def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> None:
+    for number, name in enumerate(PAIRS[0]):
+        write(tmp_path / name, values(number))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    assert [one.code for one in check(tmp_path).findings] == ["truncated-file"]
+
+
+def test_three_families_are_compared_with_the_first(tmp_path: Path) -> None:
+    for number, name in enumerate(("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")):
+        write(tmp_path / name, values(number))
+    assert [(str(one.path), str(one.preferred)) for one in families(tmp_path)] == [
+        ("model.safetensors.index.json", "model.safetensors"),
+        ("pytorch_model.bin", "model.safetensors"),
+    ]
+
+
+def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    torch.save({"step": 0}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "unet" / "config.json").write_text("{}")
+    for number, name in enumerate(PAIRS[9]):
+        write(tmp_path / "unet" / name, values(number))
+    assert [str(one.path) for one in families(tmp_path)] == ["unet/diffusion_pytorch_model.safetensors"]
+
+
+# --- the loaders themselves -----------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+
+
+def by_load_state(root: Path) -> float:
+    model = Net()
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(model)
+    for state in ("random_states_0.pkl", "optimizer.bin"):
+        torch.save({"step": 0}, root / state)
+    accelerator.load_state(str(root))
+    return float(model.a.weight.detach().mean())
+
+
+def by_load_checkpoint_in_model(root: Path) -> float:
+    model = Net()
+    accelerate.load_checkpoint_in_model(model, str(root))
+    return float(model.a.weight.detach().mean())
+
+
+def by_transformers(root: Path) -> float:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):  # type: ignore[misc]
+        config_class = PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+            self.post_init()
+
+    (root / "config.json").write_text("{}")
+    return float(Model.from_pretrained(root).a.weight.detach().mean())
+
+
+def by_diffusers(root: Path) -> float:
+    from diffusers import ConfigMixin, ModelMixin
+    from diffusers.configuration_utils import register_to_config
+
+    class Model(ModelMixin, ConfigMixin):  # type: ignore[misc]
+        config_name = "config.json"
+
+        @register_to_config
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+
+    (root / "config.json").write_text('{"_class_name": "Model"}')
+    return float(Model.from_pretrained(root).a.weight.detach().mean())
+
+
+def by_peft(root: Path) -> float:
+    from peft.utils import load_peft_weights
+
+    return float(load_peft_weights(str(root), device="cpu")["a.weight"].mean())
+
+
+LOADERS: dict[str, Callable[[Path], float]] = {
+    "load_state": by_load_state,
+    "load_checkpoint_in_model": by_load_checkpoint_in_model,
+    "transformers": by_transformers,
+    "diffusers": by_diffusers,
+    "PEFT": by_peft,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pair",
+    [pair for pair in PAIRS if not any(word in pair[0] for word in ("fp16", "_1", "lora"))],
+    ids=" ".join,
+)
+def test_each_loader_takes_the_file_that_the_warning_names(tmp_path: Path, pair: tuple[str, str]) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("peft")
+    for number, name in enumerate(pair):
+        write(tmp_path / name, values(number))
+    (finding,) = families(tmp_path)
+    assert isinstance(finding, StaleFamily)
+    assert finding.loads
+    for loader, path in finding.loads.items():
+        root = tmp_path / "copy"
+        shutil.copytree(tmp_path, root, ignore=shutil.ignore_patterns("copy"))
+        assert LOADERS[loader](root) == pair.index(str(path)), (loader, path)
+        shutil.rmtree(root)
