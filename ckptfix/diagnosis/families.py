@@ -31,7 +31,7 @@ _STEMS = {
 }
 """Stem of a file name -> the kinds of family that a loader looks for under it."""
 
-_LOADERS = {
+_LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
         "load_state": (_SAFE, _BIN),
         "transformers": (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX),

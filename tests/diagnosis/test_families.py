@@ -211,26 +211,24 @@ def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
 # --- the loaders themselves -----------------------------------------------------------------------------------
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+def net() -> Any:
+    return torch.nn.ModuleDict({name: torch.nn.Linear(3, 4, bias=False) for name in "ab"})
 
 
 def by_load_state(root: Path) -> float:
-    model = Net()
+    model = net()
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(model)
     for state in ("random_states_0.pkl", "optimizer.bin"):
         torch.save({"step": 0}, root / state)
     accelerator.load_state(str(root))
-    return float(model.a.weight.detach().mean())
+    return float(model["a"].weight.detach().mean())
 
 
 def by_load_checkpoint_in_model(root: Path) -> float:
-    model = Net()
+    model = net()
     accelerate.load_checkpoint_in_model(model, str(root))
-    return float(model.a.weight.detach().mean())
+    return float(model["a"].weight.detach().mean())
 
 
 def by_transformers(root: Path) -> float:
@@ -249,13 +247,13 @@ def by_transformers(root: Path) -> float:
 
 
 def by_diffusers(root: Path) -> float:
-    from diffusers import ConfigMixin, ModelMixin
-    from diffusers.configuration_utils import register_to_config
+    diffusers: Any = pytest.importorskip("diffusers")
+    mixins = (diffusers.ModelMixin, diffusers.ConfigMixin)
 
-    class Model(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    class Model(*mixins):  # type: ignore[misc]
         config_name = "config.json"
 
-        @register_to_config
+        @diffusers.configuration_utils.register_to_config  # type: ignore[untyped-decorator]
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
