@@ -47,7 +47,7 @@ def save_optimizer(path: Path, kind: Any, *, steps: int = 1, **options: Any) -> 
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = kind(parameters, **options)
     for _ in range(steps):
-        sum(one.sum() for one in parameters).backward()  # type: ignore[union-attr]
+        sum(one.sum() for one in parameters).backward()
         optimizer.step()
     torch.save(optimizer.state_dict(), path)
 
