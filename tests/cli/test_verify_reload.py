@@ -143,7 +143,7 @@ def test_the_page_says_why_it_failed(folder: Path, capsys: pytest.CaptureFixture
     )
     text = Page(page.read_text(encoding="utf-8")).text
     assert "the reload is not proven: 3 failed lines (names)" in text
-    assert "next: give --model, or config.json, the model whose weights these are" in text
+    assert "next: give --model, or config.json, the model whose weights these are, in their dtype" in text
 
 
 def poisoned(folder: Path) -> Path:

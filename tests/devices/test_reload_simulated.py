@@ -270,6 +270,7 @@ def test_a_device_without_room_fails_and_leaves_an_answer(
     report = verified(folder)
     assert report.status == 1
     assert "does not get onto 0, 1, 2" in proofs(report, Outcome.FAILED)[Subject.PLACEMENT]
+    assert report.next_steps[0] == "free memory on that device, or give it less: --max-memory"
 
 
 def test_tied_weights_that_a_map_splits_are_refused(simulator: Simulator, tmp_path: Path) -> None:

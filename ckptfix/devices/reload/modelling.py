@@ -11,7 +11,15 @@ import torch
 
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.arrivals import Hops, Loaded, Tally, hop_model, prove_model, remember_loaded
-from ckptfix.devices.reload.device_maps import CPU, DISK, Device, DeviceMap, Spread, device_of
+from ckptfix.devices.reload.device_maps import (
+    CPU,
+    DISK,
+    Device,
+    DeviceMap,
+    Spread,
+    device_of,
+    is_out_of_memory,
+)
 from ckptfix.devices.reload.dispatched import (
     MapPlan,
     ModelLost,
@@ -170,7 +178,10 @@ def _on_a_map(
             what = "cannot be read on" if is_there else "does not get onto"
             text = f"the model {what} {trial}: {in_words(error)}"
             outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
-            proof.proofs.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
+            advice = (
+                "free memory on that device, or give it less: --max-memory" if is_out_of_memory(error) else ""
+            )
+            proof.proofs.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used), advice=advice)
 
 
 def _prove_placed(

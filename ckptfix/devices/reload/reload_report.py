@@ -214,11 +214,11 @@ class Accelerators(Serialized):
 _PEERS = (
     "ckptfix doctor --peer-copies; until the copies are right: dispatch_model(..., safe_transfers='always')"
 )
-_HARDWARE = "run it again: if other tensors differ then, test the memory and the disk of this machine"
+_HARDWARE = "run it again; if it fails again, test the memory, the disk and the devices of this machine"
 _ADVICE = {
     Subject.FILE_BYTES: "copy the file again from where it came, or load an older checkpoint",
     Subject.LOADING: "mend what from_pretrained names, or give --model a factory that builds the model",
-    Subject.NAMES: "give --model, or config.json, the model whose weights these are",
+    Subject.NAMES: "give --model, or config.json, the model whose weights these are, in their dtype",
     Subject.DEVICE_MAP: "give every tensor a device in the map, or leave the map to --device-map auto",
     Subject.TIES: "change the map or config.json as the line says",
     Subject.DISK_OFFLOAD: _HARDWARE,
