@@ -211,7 +211,7 @@ def test_what_is_to_be_typed_begins_with_no_dash(
     monkeypatch.chdir(tmp_path)
     Path("-x").mkdir()
     write_safetensors(Path("-x/model.safetensors"), {"a": b"1"})
-    assert run(["verify", "--", "-x"]) == 1
+    assert run(["verify", "--", "-x"]) == 3
     assert "next: ckptfix seal ./-x" in capsys.readouterr().out
     assert run(["seal", "./-x"]) == 0
     write_safetensors(Path("-x/model.safetensors"), {"module.module.a": b"1"})

@@ -134,6 +134,24 @@ def test_a_nan_in_the_input_is_not_laid_at_a_weight(tmp_path: Path) -> None:
     )
 
 
+class Refusing(Head):
+    """Raises for NaN, as a sampler does for probabilities."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        if bool(hidden.isnan().any()):
+            raise ValueError("no number")
+        return hidden
+
+
+def test_a_model_that_raises_for_nan_names_the_module_before_it(tmp_path: Path) -> None:
+    report = reloaded(saved(tmp_path / "c", one_nan, Refusing), Refusing)
+    text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
+    assert text.endswith("ValueError: no number; NaN is first in the output of 'first' (Linear)")
+    assert len(report.next_steps) == 1
+    sound = reloaded(save_model(tmp_path / "sound", Head()), inputs=torch.ones(1, 5))
+    assert sound.next_steps == ("let the factory return inputs that the model takes",)
+
+
 class Unwatched(Head):
     """Refuses hooks, as a compiled module does."""
 

@@ -96,7 +96,7 @@ def _one_device(
 ) -> Outputs | None:
     """Return the output on the device where the maps begin, or add why there is none."""
     where = _begin(trials[0].main) if trials else torch.device(CPU)
-    reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
+    reason, outcome, advice = _no_runs(built), Outcome.NOT_EXERCISED, ""
     if not reason:
         single = baseline(built, where, seeks_nan=has_nan)
         if single.problem:
@@ -104,13 +104,15 @@ def _one_device(
             outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
             whose = "the factory's inputs" if is_given else "the inputs made from its config"
             reason = f"the model does not run on {where} with {whose}: {single.problem}"
+            reason += f"; NaN is first in the output of {single.nan_at}" if single.nan_at else ""
+            advice = ADVICE["nonfinite"] if has_nan else "let the factory return inputs that the model takes"
         elif is_empty(single.output):
             reason = "what the forward pass returns holds no tensor with an element: nothing can be compared"
         else:
             _say_unreached(proof, single.unreached)
             _say_nonfinite(proof, single, f"{where} alone", has_nan=has_nan)
             return single.output
-    proof.proofs.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
+    proof.proofs.add(Subject.OUTPUTS, outcome, f"outputs: {reason}", advice=advice)
     if machine.count > 1:
         text = "direct copies against staged ones: the model is not run"
         proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)

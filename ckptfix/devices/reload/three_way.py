@@ -324,19 +324,21 @@ def baseline(built: Built, where: torch.device, *, seeks_nan: bool) -> Baseline:
     """
     assert not isinstance(built.inputs, str)
     ways = (True, False) if where.type == CPU or has_room(where, size_of(built.model)) else (False,)
-    problem = ""
+    once = partial(run, built.model, built.inputs, where)
+    problem = nan_at = ""
     for whole in ways:
         try:
             with on_one_device(built, where, whole=whole):
-                output = run(built.model, built.inputs, where)
-                nan_at = ""
-                if seeks_nan or holds_nan(output):
-                    nan_at = first_nan(built.model, partial(run, built.model, built.inputs, where))
+                if seeks_nan:  # before the run, which may raise for NaN
+                    nan_at = first_nan(built.model, once)
+                output = once()
+                if not nan_at and holds_nan(output):
+                    nan_at = first_nan(built.model, once)
                 unreached = unreached_parts(built.model, built.inputs, where) if whole else None
                 return Baseline(output=output, unreached=unreached, nan_at=nan_at)
         except ANYTHING as error:  # the model's own forward
             problem = problem or in_words(error)
-    return Baseline(problem=problem)
+    return Baseline(problem=problem, nan_at=nan_at)
 
 
 def _hint(built: Built, trial: Trial) -> str:
