@@ -184,9 +184,6 @@ def diagnose(
     findings += diagnose_states(evidence, compare, drops, doubled)
     findings += diagnose_gaps(evidence)
     findings += diagnose_names(evidence, groups, doubled)
-    if folder.only is None:
-        of_files = frozenset(finding.path for finding in findings if finding.severity is Severity.ERROR)
-        findings += diagnose_families(folder.root, groups, of_files, data=data, progress=progress)
     findings += (finding for state in deepspeed for finding in state.findings)
     findings += diagnose_rank_files(folder, frozenset(finding.path for finding in findings))
     refused: dict[PurePosixPath, str] = {}
@@ -198,6 +195,10 @@ def diagnose(
     optimizers = tuple(saved_optimizers(folder, sharded))
     explained = frozenset(one.path for one in findings)
     findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
+    # After the optimizers: they are compared with intact weights, and both families of a model are.
+    if folder.only is None:
+        of_files = frozenset(finding.path for finding in findings if finding.severity is Severity.ERROR)
+        findings += diagnose_families(folder.root, groups, of_files, data=data, progress=progress)
     of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}

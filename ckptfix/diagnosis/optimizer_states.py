@@ -246,13 +246,20 @@ class _Weights:
         own = [one for one in folder.components if one.role in _WEIGHTS]
         models = [state for state in sharded if state.model is not None]
         self.shapes: dict[str, set[Shape]] = {}
-        self.tensors = 0
+        in_folders = [named for state in models for named in _of_model(state)]
         for name, shape in (
             *((tensor.fqn, tensor.shape) for one in own for tensor in one.tensors),
-            *(named for state in models for named in _of_model(state)),
+            *in_folders,
         ):
-            self.tensors += 1
             self.shapes.setdefault(bare(name), set()).add(shape)
+        # A model that is stored in two formats counts once: the message compares numbers of parameters.
+        families: dict[tuple[object, int], Counter[tuple[str, str]]] = {}
+        for one in own:
+            model = one.name.model or one.path
+            families.setdefault((model, one.name.index), Counter())[one.name.stem, one.name.suffix] += len(
+                one.tensors
+            )
+        self.tensors = len(in_folders) + sum(max(sizes.values()) for sizes in families.values())
         self.every = frozenset(shape for found in self.shapes.values() for shape in found)
         dcp = {state.path for state in sharded}
         self.is_complete = (

@@ -251,6 +251,9 @@ def test_an_optimizer_of_another_model_is_first_said_to_be_of_another_run(
         "unsaved-parameters: optimizer.bin: does not fit the weights (expected the parameters of 4 tensors of shapes "
         "[2], [2, 3], [3] and 1 more; found 2 parameters of shapes [3], [3, 7])"
     ]
+    torch.save(model.state_dict(), root / "pytorch_model.bin")
+    assert "the parameters of 4 tensors" in found(root)[0]
+    (root / "pytorch_model.bin").unlink()
     advice = check(root).findings[0].advice
     assert advice.startswith("it may belong to another run, and load_state then fails with a ValueError: ")
     assert "prepare()" in advice
