@@ -26,7 +26,7 @@ from ckptfix.diagnosis.file_damage import (
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
-from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     IndexMismatch,
@@ -173,13 +173,13 @@ def diagnose(
         finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
     }
     findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
-    damaged = frozenset(
+    corrupt = frozenset(
         finding.path
         for finding in findings
         if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
     )
     evidence = Evidence(named, usable_manifest(folder.root) if folder.only is None else None)
-    findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=damaged)
+    findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     findings += diagnose_states(evidence, compare, drops, doubled)
     findings += diagnose_gaps(evidence)
@@ -197,8 +197,7 @@ def diagnose(
     findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
     # After the optimizers: they are compared with intact weights, and both families of a model are.
     if folder.only is None:
-        of_files = frozenset(finding.path for finding in findings if finding.severity is Severity.ERROR)
-        findings += diagnose_families(folder.root, groups, of_files, data=data, progress=progress)
+        findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)
     of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import FileName, ModelName, Role, parse_file_name
+from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.pairing import Files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import SecondFamily, StaleFamily
@@ -71,12 +72,10 @@ class _Family(NamedTuple):
     group: ModelFiles
 
     def tensors(self) -> dict[str, _Stored]:
-        """Return its tensors by key."""
-        return {
-            tensor.fqn: _Stored(tensor, member.path)
-            for member in self.group.members
-            for tensor in member.tensors
-        }
+        """Return its tensors by key, without the wrappers of all keys, which one save may have and the other not."""
+        stored = [_Stored(tensor, member.path) for member in self.group.members for tensor in member.tensors]
+        bare = KeyMap(remove=common_wrappers(one.info.fqn for one in stored))
+        return {bare(one.info.fqn): one for one in stored}
 
 
 def diagnose_families(
@@ -87,7 +86,7 @@ def diagnose_families(
     data: bool,
     progress: Progress | None,
 ) -> Iterator[Finding]:
-    """Yield a finding for each model that a folder holds twice. ``damaged``: files with an error, which explains more.
+    """Yield a finding for each model that a folder holds twice. ``damaged``: files that lost bytes.
 
     Samples of the bytes are compared, or with ``data`` all of them. Raises OSError.
     """
@@ -124,9 +123,10 @@ def _name(group: ModelFiles) -> FileName | None:
     """Return the parsed name of the file or the index that a loader looks for, None where no loader finds the group."""
     if group.stale_of is not None or not group.members:
         return None
-    if group.index_path is not None:
-        return parse_file_name(group.index_path.name) if group.index is not None else None
-    return group.members[0].name
+    if group.index_path is None:
+        return group.members[0].name
+    is_found = group.index is not None or (group.rivals == 1 and len(group.members) > 1)
+    return parse_file_name(group.index_path.name) if is_found else None
 
 
 def _kind(name: FileName) -> str | None:
@@ -141,12 +141,12 @@ def _kind(name: FileName) -> str | None:
 
 
 def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:
-    """Return whether the files of a family hold one state dict, without an error in any of them."""
-    files = [*group.members, *([group.index] if group.index is not None else [])]
-    return (
-        group.is_whole
-        and all(file.problem is None and file.path not in damaged for file in files)
-        and all(member.whole is not None for member in group.members)
+    """Return whether the files of a family hold one state dict, and all of their bytes.
+
+    Nested keys and a broken index do not count: a repair fixes them, and must not be what shows a second family.
+    """
+    return group.is_whole and all(
+        member.whole is not None and member.path not in damaged for member in group.members
     )
 
 

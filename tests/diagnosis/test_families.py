@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix import check
+from ckptfix import check, repair
 from ckptfix.diagnosis.findings import SecondFamily, StaleFamily
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -188,6 +188,31 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     assert [one.code for one in check(tmp_path).findings] == ["truncated-file"]
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module.module."])
+def test_wrappers_of_one_family_are_no_other_keys(tmp_path: Path, wrapper: str) -> None:
+    write(tmp_path / "model.safetensors", values(0))
+    for number, code in enumerate(("second-family", "stale-family")):
+        tensors = {f"{wrapper}{name}": tensor for name, tensor in values(number).items()}
+        write(tmp_path / "pytorch_model.bin", tensors)
+        assert code in {one.code for one in check(tmp_path).findings}
+        assert {one.code for one in check(tmp_path).findings}.isdisjoint(
+            {"stale-family", "second-family"} - {code}
+        )
+
+
+def test_a_repair_of_the_index_or_of_keys_shows_no_family_that_was_not_shown_before(tmp_path: Path) -> None:
+    write(
+        tmp_path / "model.safetensors.index.json",
+        {f"module.module.{name}": one for name, one in values(0).items()},
+    )
+    (tmp_path / "model.safetensors.index.json").unlink()
+    write(tmp_path / "pytorch_model.bin", values(1))
+    before = [one.code for one in check(tmp_path).findings]
+    assert before == ["nested-prefix", "nested-prefix", "index-mismatch", "stale-family"]
+    repair(tmp_path)
+    assert [one.code for one in check(tmp_path).findings if one.code != "wrapper-prefix"] == ["stale-family"]
 
 
 def test_three_families_are_compared_with_the_first(tmp_path: Path) -> None:
