@@ -6,7 +6,6 @@ loaded depends on the loader. Families are compared only where one call of a loa
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``.
 _OF_VARIANTS = ("transformers", "diffusers")
 """Loaders with an option ``variant``."""
 
-_PAGES = 24
+_PAGES, _PAGE = 24, 4096
 _MOST_TIES = 16
 
 
@@ -239,26 +238,28 @@ def _untied(
 ) -> tuple[str, ...]:
     """Return the keys of a family that the other one lacks, without those of a tensor that it has under another key.
 
-    A tie is one stretch of a file, or two with equal bytes. Vectors do not count: many biases are equal.
+    A tie is one stretch of a file, or two with equal bytes, unless they begin with zeros: many biases do.
     """
     missing = [fqn for fqn in tensors if fqn not in shared]
     if len(missing) > _MOST_TIES:
         return tuple(missing)
     untied = []
     for fqn in missing:
-        mine = tensors[fqn]
-        twins = (
-            twin
-            for key, twin in tensors.items()
-            if key in shared and twin.info[1:3] == mine.info[1:3] and len(mine.info.shape) > 1
-        )
-        if not any(_is_one_tensor(root, mine, twin, data=data) for twin in islice(twins, _MOST_TIES)):
+        tensor = tensors[fqn]
+        twins = [
+            twin for key, twin in tensors.items() if key in shared and twin.info[1:3] == tensor.info[1:3]
+        ]
+        offsets = tensor.info.data_offsets
+        if any((twin.path, twin.info.data_offsets) == (tensor.path, offsets) for twin in twins if offsets):
+            continue
+        if not any(_is_copy(root, tensor, twin, data=data) for twin in twins[:_MOST_TIES]):
             untied.append(fqn)
     return tuple(untied)
 
 
-def _is_one_tensor(root: Path, one: _Stored, other: _Stored, *, data: bool) -> bool:
-    if one.path == other.path and one.info.data_offsets == other.info.data_offsets is not None:
-        return True
-    run = _run(one, other)
-    return run is not None and _difference(root, {"": (one, other)}, {"": run}, data=data)[0] is None
+def _is_copy(root: Path, tensor: _Stored, twin: _Stored, *, data: bool) -> bool:
+    run = _run(tensor, twin)
+    if run is None or _difference(root, {"": (tensor, twin)}, {"": run}, data=data)[0] is not None:
+        return False
+    with open_reader(root / tensor.path) as reader:
+        return any(reader.read(run.offset_a, min(run.length, _PAGE)))
