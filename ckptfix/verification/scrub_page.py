@@ -82,7 +82,7 @@ def _legend() -> str:
         ("clean", "clean"),
         ("warned", _WARNED),
         ("damaged", "damaged"),
-        ("unknown", "not known: staging, not finished or failed"),
+        ("unknown", "no complete checkpoint or not known: without weights, staging, not finished or failed"),
         ("old", "not looked at by this run: the verdict of an earlier one"),
     ]
     items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)

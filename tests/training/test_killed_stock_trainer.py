@@ -1,0 +1,90 @@
+"""A Trainer without the guard is killed in a save: check names the folder that it would take, and a better one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.trainer_kills import build, losses, transformers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+LAST = 6
+"""The step of the save that is killed, after those of steps 2 and 4."""
+
+
+class KilledError(BaseException):
+    """The end of a process, which nothing catches."""
+
+
+def kill_at(trainer: Any, point: str) -> None:
+    """Let the save after step 6 end at a point: the files that were written by then stay."""
+
+    def ending(name: str, before: Callable[..., object]) -> None:
+        real = getattr(trainer, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if trainer.state.global_step != LAST:
+                return real(*arguments, **options)
+            before(real, *arguments, **options)
+            raise KilledError
+
+        setattr(trainer, name, call)
+
+    def write_config(real: Any, folder: str, *arguments: Any, **options: Any) -> None:
+        Path(folder).mkdir()
+        trainer.model.config.save_pretrained(folder)
+
+    ways: dict[str, tuple[str, Callable[..., object]]] = {
+        "empty": ("save_model", lambda real, folder, *arguments, **options: Path(folder).mkdir()),
+        "config": ("save_model", write_config),
+        "weights": ("_save_optimizer_and_scheduler", lambda real, *arguments: None),
+        "optimizer": ("_save_rng_state", lambda real, *arguments: None),
+        "random states": ("_save_rng_state", lambda real, *arguments: real(*arguments)),
+    }
+    ending(*ways[point])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The losses of a run that nothing kills."""
+    trainer = build(tmp_path_factory.mktemp("complete"), [])
+    trainer.train()
+    return losses(trainer)
+
+
+@pytest.mark.parametrize("point", ["empty", "config", "weights", "optimizer", "random states"])
+def test_check_leads_past_what_a_killed_save_left(
+    tmp_path: Path, point: str, expected: dict[str, Any]
+) -> None:
+    trainer = build(tmp_path, [], save_total_limit=None)
+    kill_at(trainer, point)
+    with pytest.raises(KilledError):
+        trainer.train()
+    left = tmp_path / f"checkpoint-{LAST}"
+    assert transformers.trainer_utils.get_last_checkpoint(tmp_path) == str(left)
+    for one in (left, *left.iterdir()):
+        os.utime(one, (1, 1))
+    command = [sys.executable, "-m", "ckptfix", "check", "-r", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    document = json.loads(done.stdout)
+    assert done.returncode == document["status"] == 1
+    verdicts = {Path(one["path"]).name: one["status"] for one in document["checkpoints"]}
+    assert verdicts == {"checkpoint-2": 0, "checkpoint-4": 0, left.name: 1}
+    (answer,) = document["resume"]
+    assert answer["checkpoint"] == str(tmp_path / "checkpoint-4")
+    with pytest.raises((OSError, ValueError), match="find a valid checkpoint|No such file"):
+        build(tmp_path, []).train(resume_from_checkpoint=str(left))
+    shutil.rmtree(left)
+    resumed = build(tmp_path, [], save_total_limit=None)
+    resumed.train(resume_from_checkpoint=answer["checkpoint"])
+    assert losses(resumed) == expected
