@@ -170,7 +170,8 @@ def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> b
     if _holds_files(folder):
         return False
     if may_hold_weights(folder):
-        return holds(folder.parent, family[0])
+        is_run = any(family_of(name) is not None for name in names_in(folder))
+        return not is_run and holds(folder.parent, family[0])
     is_of_library = family[0] in (ACCELERATE, TRAINER)
     holds_configs_alone = all(
         name.endswith(_CONFIGS)

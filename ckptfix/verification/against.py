@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE
+from ckptfix.checkpoint.latest import is_bare
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
@@ -133,7 +134,7 @@ def _without_weights(side: Contents) -> str:
 
 def _below(root: Path) -> Iterator[Path]:
     try:
-        yield from (one for one in find_checkpoints(root) if one != root)
+        yield from (one for one in find_checkpoints(root) if one != root and not is_bare(one))
     except UsageError:  # there is none
         return
 

@@ -217,6 +217,24 @@ def test_weights_in_a_sub_folder_alone_are_no_complete_save(tmp_path: Path, said
     )
 
 
+def test_a_run_in_a_folder_with_a_number_is_no_checkpoint(tmp_path: Path, said: Said) -> None:
+    save(tmp_path / "step_1")
+    save(tmp_path / "step_2" / "checkpoint-5")
+    by_name, _ = documents(said, "check", "-r", tmp_path, status=0)
+    assert sorted(by_name) == ["checkpoint-5", "step_1"]
+
+
+def test_a_marker_of_a_folder_in_a_store_is_an_empty_checkpoint(tmp_path: Path, url: str, said: Said) -> None:
+    """Consoles of stores, and mounts, make an empty object with a slash at its end for a folder."""
+    save(tmp_path / "run" / "checkpoint-5")
+    store = upload_folder(tmp_path / "run", url)
+    store.put("marker", b"")
+    store._files.store[f"{store._base}/checkpoint-10/"] = store._files.store.pop(f"{store._base}/marker")
+    by_name, last = documents(said, "check", "-r", url, status=1)
+    assert found(by_name["checkpoint-10"]) == [("interrupted-save", "warning")]
+    assert last["resume"][0]["checkpoint"] == f"{url}/checkpoint-5"
+
+
 def test_random_states_of_other_ranks_alone(tmp_path: Path, said: Said) -> None:
     """Rank 1 writes its own while rank 0 still writes the weights; or its node has a disk of its own."""
     words = "weights: only states of ranks are here, as on a node whose disk is its own"

@@ -82,7 +82,7 @@ def test_check_leads_past_what_a_killed_save_left(
     assert verdicts == {"checkpoint-2": 0, "checkpoint-4": 0, left.name: 1}
     (answer,) = document["resume"]
     assert answer["checkpoint"] == str(tmp_path / "checkpoint-4")
-    with pytest.raises((OSError, ValueError), match="find a valid checkpoint|No such file"):
+    with pytest.raises((OSError, ValueError), match=r"find a valid checkpoint|No such file"):
         build(tmp_path, []).train(resume_from_checkpoint=str(left))
     shutil.rmtree(left)
     resumed = build(tmp_path, [], save_total_limit=None)

@@ -291,8 +291,9 @@ class InterruptedSave(Finding):
     def advice(self) -> str:
         """Advice to save again or use another checkpoint: only the metadata has the places of the chunks."""
         if self.bare:
-            newest = f"{self.newest}, the newest complete one" if self.newest else "a complete checkpoint"
-            return f"a resume from this folder fails, and scripts take the newest: resume from {newest}"
+            known = f"{self.newest}, the newest complete one"
+            newest = known if self.newest else "a complete checkpoint, which ckptfix check -r RUN names"
+            return f"scripts that take the newest folder fail here; resume from {newest}"
         if self.upload:
             return (
                 "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; else load a complete "
