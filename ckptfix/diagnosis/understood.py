@@ -57,17 +57,19 @@ class _Recorded(Serialized):
 class UnderstoodModel(_Recorded):
     """A model, or another file with tensors (``is_model`` off). ``path``: its file, folder, or the index of its files.
 
-    ``kind``: its class, as a config or the manifest records it. ``format``: of a folder. ``nbytes``: of the tensors,
+    ``unread``: how many of its files are missing or damaged, whose tensors are not counted. ``kind``: its class, as a
+    config or the manifest records it. ``format``: of a folder. ``nbytes``: of the tensors,
     None where no header has their shapes.
     """
 
     json_keys: ClassVar = (
-        "path is_model files class=kind format layers vocabulary rank base tensors bytes=nbytes dtypes"
+        "path is_model files unread class=kind format layers vocabulary rank base tensors bytes=nbytes dtypes"
     )
 
     path: PurePosixPath
     is_model: bool = True
     files: int | None = None
+    unread: int = 0
     kind: str = ""
     format: str = ""
     layers: int | None = None
@@ -98,7 +100,8 @@ class UnderstoodModel(_Recorded):
             count_of(self.tensors, "tensor"),
             dtypes,
             human_size(self.nbytes) if self.nbytes is not None else "",
-            count_of(self.files, "file") if self.files is not None and self.files > 1 else "",
+            count_of(self.files, "file") if self.files is not None and self.files + self.unread > 1 else "",
+            f"{self.unread} not read" if self.unread else "",
         ]
         return f"{name}{f' ({about})' if about else ''}: {', '.join(filter(None, numbers))}"
 
@@ -229,7 +232,7 @@ def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
 
 def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifest | None) -> UnderstoodModel:
     first = members[0]
-    path = group.index_path if group.index_path is not None and len(group.members) > 1 else first.path
+    path = first.path if group.index_path is None else group.index_path
     own = first.role is Role.MODEL or first.name.is_of_library or first.whole is not None
     files = (*group.members, *([group.index] if group.index is not None else []))
     nbytes, dtypes = 0, Counter[str]()
@@ -245,8 +248,9 @@ def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifes
     return UnderstoodModel(
         path=path,
         is_model=own,
-        files=len(group.members),
-        kind=_recorded(manifest, "models", str(path), {str(one.path): one.size for one in files}),
+        files=len(members),
+        unread=len(group.members) - len(members) + len(group.missing),
+        kind=_recorded(manifest, str(path), {str(one.path): one.size for one in files}),
         tensors=dtypes.total(),
         nbytes=_bounded(nbytes),
         dtypes=dtypes,
@@ -261,7 +265,7 @@ def _of_dcp(state: DcpFolder, manifest: Manifest | None) -> UnderstoodModel:
     return UnderstoodModel(
         path=state.path,
         files=len(state.data),
-        kind=_recorded(manifest, "models", str(state.path), _sizes(state)),
+        kind=_recorded(manifest, str(state.path), _sizes(state)),
         format="DCP",
         tensors=len(tensors) or len(scope.names),
         nbytes=_bounded(sum(_bytes_of(one.dtype or "", one.shape) for one in tensors)) if tensors else None,
@@ -285,10 +289,12 @@ def _optimizer(saved: SavedOptimizer, diagnosis: Diagnosis) -> UnderstoodOptimiz
         sizes = _sizes(state)
     states = {name: None for own in saved.states.values() for name in own}
     kept = states.keys() - {"step"}
-    by_keys = next((name for option, own, name in _OPTIMIZERS if option in saved.options and kept <= own), "")
+    # Before the first step there are only options, and a wrapper such as SAM has those of what it wraps.
+    candidates = _OPTIMIZERS if kept or saved.is_plain else ()
+    by_keys = next((name for option, own, name in candidates if option in saved.options and kept <= own), "")
     return UnderstoodOptimizer(
         path=saved.path,
-        kind=_recorded(diagnosis.manifest, "optimizers", str(saved.path), sizes) or by_keys,
+        kind=_recorded(diagnosis.manifest, str(saved.path), sizes) or by_keys,
         format="DCP" if state is not None else "",
         parameters=len(set(saved.parameters)) or len(saved.states),
         states=tuple(states)[:_MOST_STATES],
@@ -300,11 +306,11 @@ def _sizes(state: DcpFolder) -> dict[str, int]:
     return {str(path): file.size for path, file in state.files.items()}
 
 
-def _recorded(manifest: Manifest | None, kind: str, label: str, sizes: Mapping[str, int]) -> str:
+def _recorded(manifest: Manifest | None, label: str, sizes: Mapping[str, int]) -> str:
     """Return the class that a save recorded for an entry, "" where its files are not those that the save wrote."""
     if manifest is None or not sizes or any(manifest.files.get(path) != size for path, size in sizes.items()):
         return ""
-    entries = manifest.models if kind == "models" else manifest.optimizers
+    entries = (*manifest.models, *manifest.optimizers)
     recorded = next((one.type for one in entries if one.file == label), "")
     return recorded.rpartition(".")[2]
 

@@ -23,7 +23,7 @@ CHECKPOINT = [
 ]  # fmt: skip
 COUNTS = ["files", "tensors", "bytes", "errors", "warnings", "notes", "not_checked"]
 UNDERSTOOD = ["models", "optimizers", "processes", "problems"]
-MODEL = ["path", "is_model", "files", "tensors", "bytes", "dtypes"]
+MODEL = ["path", "is_model", "files", "unread", "tensors", "bytes", "dtypes"]
 OPTIMIZER = ["path", "class", "parameters", "states"]
 REPAIR = [
     "path", "status", "dry_run", "output", "recovered", "transaction", "found", "steps", "unplanned", "left",

@@ -224,6 +224,25 @@ def test_shards_and_tied_weights_are_counted_once(tmp_path: Path) -> None:
     assert check(tmp_path).understood.models[0].nbytes == 40
 
 
+def test_a_model_with_a_lost_shard_is_not_told_as_complete(tmp_path: Path) -> None:
+    sharded = FIXTURES / "accelerate-1.15.0" / "sharded-qwen2" / "checkpoint"
+    root = Path(shutil.copytree(sharded, tmp_path / "checkpoint"))
+    (root / "model-00002-of-00003.safetensors").unlink()
+    report = check(root)
+    assert report.status == 1
+    (model,) = report.understood.models
+    assert str(model).startswith("model.safetensors.index.json: ")
+    assert str(model).endswith(", 2 files, 1 not read")
+    assert 0 < model.tensors < 27
+
+
+def test_an_optimizer_around_another_has_no_name_before_its_first_step(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "rho": 0.05, "adaptive": False, "params": [0, 1]}]
+    torch.save({"state": {}, "param_groups": groups}, tmp_path / "optimizer.bin")
+    (one,) = check(tmp_path / "optimizer.bin").understood.optimizers
+    assert str(one) == "optimizer.bin (no states): 2 parameters"
+
+
 def test_a_damaged_folder_begins_with_its_errors(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
