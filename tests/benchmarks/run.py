@@ -13,7 +13,7 @@ from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
 from tests.benchmarks.repairing_objects import repair_objects
-from tests.benchmarks.saving import save_with_digests
+from tests.benchmarks.saving import save_against_stock, save_with_digests
 from tests.benchmarks.sharing import share
 from tests.benchmarks.signing import sign
 from tests.benchmarks.storing import store_checks
@@ -85,6 +85,7 @@ def main() -> None:
         if options.part in (None, "sign"):
             sign(folder, 1 << 30, 3)
         if options.part in (None, "saves"):
+            save_against_stock(folder)
             save_with_digests(folder, 5 << 27, 5)
         if options.part in (None, "fleets"):
             scrub_fleets(folder, 10_000 if options.quick else 100_000)

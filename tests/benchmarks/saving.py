@@ -1,23 +1,101 @@
-"""A guarded save with digests against one without: ``--part saves``."""
+"""A guarded save against one of stock accelerate, and with digests against one without: ``--part saves``."""
 
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time, sleep
+from typing import Any
 
+import accelerate
 import torch
 
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.guard import guard_of
 from tests.benchmarks.printing import show
+from tests.training.ranks import run_ranks
 
 _WIDTH = 2048
 _BLOCK = 1 << 20
 _SPEEDS = (0.5, 1.0, 2.0, 4.0)
+_SAVES, _TINY, _LARGE = 25, 8, 3072
+_MOST = {"tiny": 0.030, "large": 1.1}
+"""Seconds that a save of a tiny model may take longer than stock's, and times that a large one may take."""
+
+
+def save_against_stock(folder: Path) -> None:
+    """Print how much longer a guarded save of two processes takes than one of stock accelerate, fsync apart.
+
+    The processes are forked, so a process that has computed nothing forks them.
+    """
+    subprocess.run([sys.executable, "-m", "tests.benchmarks.saving", str(folder / "stock")], check=True)
+
+
+def _on_two_processes(folder: Path) -> None:
+    def work(rank: int) -> None:
+        for size, width, saves in (("tiny", _TINY, _SAVES), ("large", _LARGE, _SAVES // 4)):
+            _in_turns(folder, rank, size, width, saves)
+
+    assert run_ranks(2, work, patience=300.0) == [0, 0]
+
+
+def _in_turns(folder: Path, rank: int, size: str, width: int, saves: int) -> None:
+    """Save with both in turns: other work on the machine then slows both."""
+    kinds: dict[str, Callable[..., Any]] = {"stock": accelerate.Accelerator, "guarded": Accelerator}
+    accelerators = {name: kind(cpu=True) for name, kind in kinds.items()}
+    for accelerator in accelerators.values():
+        layers = torch.nn.Linear(width, width)
+        model, optimizer = accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    seconds: dict[str, list[float]] = {name: [] for name in (*kinds, "fsync")}
+    for number in range(saves + 1):
+        for name, accelerator in accelerators.items():
+            target = folder / f"{name}-{number}"
+            with _timed_fsync() as fsync:
+                accelerator.wait_for_everyone()
+                begin = perf_counter()
+                accelerator.save_state(str(target))
+                accelerator.wait_for_everyone()
+                passed = perf_counter() - begin
+            if number:  # the first one imports and connects
+                seconds[name].append(passed - sum(fsync))
+                seconds["fsync"] += [sum(fsync)] if name == "guarded" else []
+            nbytes = sum(file.stat().st_size for file in target.iterdir() if file.is_file())
+            accelerator.wait_for_everyone()
+            if rank == 0:
+                shutil.rmtree(target)
+    if rank:
+        return
+    stock, guarded, fsync_time = (median(seconds[name]) for name in ("stock", "guarded", "fsync"))
+    more, ratio = guarded - stock, guarded / stock
+    holds = more <= _MOST[size] if size == "tiny" else ratio <= _MOST[size]
+    label = f"save of 2 processes, {nbytes / 1e6:.2g} MB, against stock, fsync apart"
+    figure = f"{1000 * stock:.0f} ms + {1000 * more:.0f} ms ({ratio:.2f}x), and {1000 * fsync_time:.0f} ms of fsync"
+    show(label, figure, f"<= {_MOST[size] * 1000:.0f} ms" if size == "tiny" else f"<= {_MOST[size]}x", holds)
+
+
+@contextmanager
+def _timed_fsync() -> Iterator[list[float]]:
+    """Yield the seconds of each fsync of this process."""
+    real, seconds = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        begin = perf_counter()
+        real(fd)
+        seconds.append(perf_counter() - begin)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    try:
+        yield seconds
+    finally:
+        os.fsync = real
 
 
 def save_with_digests(folder: Path, size: int, rounds: int) -> None:
@@ -91,3 +169,7 @@ def _hashing() -> float:
     for _ in range(256):
         digest.update(block)
     return 256 * _BLOCK / (process_time() - begin)
+
+
+if __name__ == "__main__":
+    _on_two_processes(Path(sys.argv[1]))

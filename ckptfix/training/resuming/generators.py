@@ -36,14 +36,22 @@ class GeneratorStates:
 
     def as_plain(self) -> dict[str, Any]:
         """Return the states as values that ``torch.load(weights_only=True)`` accepts."""
-        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        version, numbers, gauss = self.python
+        # As an array: torch takes 4 ms to write the five times 625 integers of a run state one by one.
+        python = (version, np.array(numbers, np.uint32), gauss)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: plain(value) for name, value in {**values, "python": python}.items()}
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> "GeneratorStates":
         """Return the states of which ``as_plain`` made this value; raises ValueError for any other value."""
         try:
-            return cls(**{field.name: from_plain(value[field.name]) for field in fields(cls)})
-        except (KeyError, TypeError) as error:
+            values = {field.name: from_plain(value[field.name]) for field in fields(cls)}
+            version, numbers, gauss = values["python"]
+            # Run states of 0.5.0 have a tuple of integers.
+            values["python"] = (version, tuple(np.asarray(numbers).tolist()), gauss)
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the states of random number generators: {error!r}") from error
 
 

@@ -38,7 +38,10 @@ from ckptfix.training.resuming.generators import (
 from ckptfix.training.resuming.saved_positions import Position, SaveMoment
 from ckptfix.wording import count_of, human_size, list_names
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)
+"""Versions of run states that are read. 1, of 0.5.0, has the state of Python's generator as a tuple of integers."""
+
 SMALL = 1 << 20
 """Bytes up to which the state of a custom object is kept for every rank."""
 
@@ -97,7 +100,7 @@ def seen_states() -> Iterator[dict[str, Any]]:
 
 
 def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]) -> State:
-    """Return the run state of this rank. ``random``: the generators at the beginning of the save.
+    """Return the run state of this rank. ``random``: the generators with which the run goes on after the save.
 
     ``states``: of what accelerate saved, by file name. What cannot be described is left out, and a load says so.
     """
@@ -151,7 +154,7 @@ def read(folder: Path, rank: int) -> State:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from error
-    if not isinstance(state, dict) or state.get("version") != VERSION:
+    if not isinstance(state, dict) or state.get("version") not in READABLE:
         raise ValueError(f"{path.name} is not a run state of this version of ckptfix")
     return state
 
@@ -383,14 +386,17 @@ class _Restoring:
             self._restore_unprepared()
         if "dataloaders" not in self._left:
             self._restore_loaders(random)
+        left_as_loaded = capture()
+        self._compare()
+        # Last, as states of custom objects may draw from the generators when they are read back.
         if "rng" in self._left:
-            pass
+            restore(left_as_loaded)
         elif self._is_same_world:
             restore(random)
-            self._checks.append(("random generators", random, capture))
+            self._checks = [("random generators", random, capture)]
+            self._compare()
         else:
             _seed_anew(random, accelerator.process_index, state)
-        self._compare()
         return self._problems
 
     def _saved_over_main(self) -> str:

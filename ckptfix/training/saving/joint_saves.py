@@ -59,8 +59,7 @@ class JointSave:
 
     def run(self, plan: Callable[[], StagedSave]) -> Path:
         """Save on every process, and return the target, which the main process plans."""
-        self._staging = self._ranks.on_main(plan, self._what)
-        self._begin()
+        self._begin(plan)
         with self._on_all():
             self._write(self._staging)
         is_main = self._accelerator.is_main_process
@@ -69,7 +68,6 @@ class JointSave:
             with self._on_all():
                 if is_main:
                     self._rotate(self._staging)
-            self._ranks.wait()
             return self._staging.target
         with self._on_all():
             if is_main:
@@ -79,19 +77,26 @@ class JointSave:
                 self._commit()
             if self._owns:
                 self._rotate(self._staging)
-        self._ranks.wait()
         return self._staging.target
 
-    def _begin(self) -> None:
-        """Make the staging folder, and find out who answers for a disk.
+    def _begin(self, plan: Callable[[], StagedSave]) -> None:
+        """Plan the save, make the staging folder, and find out who answers for a disk.
 
         The main process does for that of the target, the first process of another node for its own, if it has one: on
         one disk the folder is there by then, and nobody else can make it.
         """
         accelerator = self._accelerator
-        with self._on_all():
-            if accelerator.is_main_process:
-                self._owns = begin(self._staging)
+
+        def make() -> StagedSave:
+            self._staging = plan()
+            self._owns = begin(self._staging)
+            return self._staging
+
+        try:
+            self._staging = self._ranks.on_main(make, self._what)
+        except BaseException:
+            self._abandon()
+            raise
         with self._on_all():
             if accelerator.is_local_main_process and not accelerator.is_main_process:
                 self._owns = begin(self._staging)

@@ -1,5 +1,6 @@
 """Records of a save for its manifest, and state dicts whose tensors can be written apart."""
 
+import functools
 import importlib.metadata
 import json
 import platform
@@ -23,6 +24,9 @@ StateDict = dict[str, Any]
 
 _PACKAGES = ("ckptfix", "accelerate", "torch", "safetensors")
 _TRAINERS = "transformers"
+
+_version = functools.cache(importlib.metadata.version)
+"""Version of an installed package. Reading its metadata takes 2 ms, and a save of a tiny model in all takes 20 ms."""
 
 
 def separate_views(state: StateDict) -> None:
@@ -118,8 +122,7 @@ def make_manifest(
     known = {name: sha256[name] for name in files if name in sha256}
     ranges = {name: tuple(digest.split("-")) for name, digest in known.items() if "-" in digest}
     return Manifest(
-        versions={package: importlib.metadata.version(package) for package in packages}
-        | {"python": platform.python_version()},
+        versions={package: _version(package) for package in packages} | {"python": platform.python_version()},
         world_size=accelerator.num_processes,
         step=accelerator.step,
         models=models,

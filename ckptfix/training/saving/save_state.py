@@ -34,7 +34,7 @@ from ckptfix.storage.stores import is_url, open_store
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
 from ckptfix.training.resuming import run_state
-from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
+from ckptfix.training.resuming.generators import capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.saved_digests import SavedDigests, take_left
@@ -76,8 +76,7 @@ def save_state(
     with guard.entered() as is_outermost:
         if not is_outermost or _is_left_to_accelerate(accelerator, output_dir):
             return method(output_dir, safe_serialization, **kwargs)
-        random = capture()
-        save = _Save(accelerator, random, lambda folder: method(folder, safe_serialization, **kwargs))
+        save = _Save(accelerator, lambda folder: method(folder, safe_serialization, **kwargs))
         target = _target(accelerator, output_dir)
         try:
             if _together(accelerator) and save.is_of_all(target):
@@ -86,7 +85,6 @@ def save_state(
                 name = save.alone(target, safe_serialization).name
         finally:
             save.end()
-            restore(random)  # a save does not change what the run draws next
         if is_url(target):
             return target
         if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -123,14 +121,13 @@ def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool
 class _Save:
     """One save. ``write`` is accelerate's part of it: all its files into a folder.
 
-    ``random``: the random generators at its beginning.
+    A guarded run must have the numbers of a stock one. So the random generators go on where accelerate's part leaves
+    them: hooks and custom objects draw (EMAModel.save_pretrained of diffusers makes a model), and our part does not.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, random: GeneratorStates, write: Callable[[str], Any]
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any]) -> None:
         self._accelerator = accelerator
-        self._random = random
+        self._random = capture()
         self._write = write
         self._config = accelerator.project_configuration
         self._iteration = self._config.iteration
@@ -208,7 +205,11 @@ class _Save:
             _recorded(accelerator, self._record, safetensors),
             run_state.seen_states() as states,
         ):
-            self._write(str(folder))
+            restore(self._random)
+            try:
+                self._write(str(folder))
+            finally:
+                self._random = capture()
         run_state.save(accelerator, folder, self._random, states)
 
     def _finish_own(self, folder: Path) -> None:
@@ -273,7 +274,8 @@ class _Save:
         return make
 
     def end(self) -> None:
-        """End the threads that hash what is saved."""
+        """Set the generators to where accelerate's part left them, and end the threads that hash what is saved."""
+        restore(self._random)
         if self._digests is not None:
             self._digests.close()
 

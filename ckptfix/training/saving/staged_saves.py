@@ -591,7 +591,7 @@ def _remove_with_parents(folder: Path, name: str) -> None:
 def _widen_modes(folder: Path) -> None:
     """Give files of accelerate the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
     probe = folder / ".mode"
-    create_file(probe, b"")
+    probe.touch(exist_ok=False)
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
     for name in files_in(folder):

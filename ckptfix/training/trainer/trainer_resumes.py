@@ -46,6 +46,7 @@ from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
 from ckptfix.training.ranks import Ranks, cannot_agree
 from ckptfix.training.resuming import positions, run_state
+from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.running import as_given
 
 VARIABLE = "CKPTFIX_MISSING_STATES"
@@ -54,8 +55,8 @@ _NO_STATE = f"no {TRAINER_STATE}, which the Trainer writes last"
 
 _PARTS = {Role.OPTIMIZER: Part.OPTIMIZERS, Role.SCHEDULER: Part.SCHEDULERS, Role.RNG_STATE: Part.RNG}
 _settings: dict[str, LoadPolicy] = {}
-_exact: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Trainers that go on from a run state: their data and random generators are where they were."""
+_exact: "weakref.WeakKeyDictionary[Any, GeneratorStates]" = weakref.WeakKeyDictionary()
+"""Trainers that go on from a run state, with the generators at the end of their save."""
 
 _log = logging.getLogger("ckptfix")
 
@@ -126,7 +127,7 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
 def load_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
     """Guard ``Trainer._load_optimizer_and_scheduler``: restore the run state of this process after them."""
     result = method(checkpoint, *args, **kwargs)
-    _exact.discard(trainer)
+    _exact.pop(trainer, None)
     if checkpoint is not None:
         _go_on(trainer, Path(checkpoint))
     return result
@@ -136,11 +137,14 @@ def load_random_states(trainer: Any, method: Method, checkpoint: Any, *args: Any
     """Guard ``Trainer._load_rng_state``: within an epoch the run state has brought the generators further already.
 
     The Trainer sets them when a whole group of batches has been fetched. A dataset that draws random numbers would
-    draw those of all but the first of them again.
+    draw those of all but the first of them again. Between two epochs the file of the Trainer is too old: it is written
+    before the states of callbacks are asked for, which may draw.
     """
-    if trainer in _exact and positions.is_under_way(trainer.accelerator):
-        return None
-    return method(checkpoint, *args, **kwargs)
+    if trainer not in _exact:
+        return method(checkpoint, *args, **kwargs)
+    if not positions.is_under_way(trainer.accelerator):
+        restore(_exact[trainer])
+    return None
 
 
 def _go_on(trainer: Any, checkpoint: Path) -> None:
@@ -162,7 +166,7 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
     if not skips:
         left.add(Part.DATALOADERS.value)
     if not run_state.go_on_and_report(accelerator, checkpoint, left=frozenset(left)) and skips:
-        _exact.add(trainer)
+        _exact[trainer] = capture()
 
 
 def _found(folder: Path, given: Any) -> list[Candidate]:

@@ -22,7 +22,7 @@ from ckptfix.errors import OperationError
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import cannot_agree, meet, timeout_of
 from ckptfix.training.resuming import run_state
-from ckptfix.training.resuming.generators import capture
+from ckptfix.training.resuming.generators import capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest
 from ckptfix.training.saving.staged_saves import StagedSave, lift, plan_staging, rotate_steps
@@ -69,6 +69,7 @@ class _TrainerSave:
         self._name = TRAINER.replace("{}", str(trainer.state.global_step))
         self._best = trainer.state.best_model_checkpoint
         self._random = capture()
+        """The generators where the Trainer's part leaves them: the run goes on from there, as without the guard."""
         self._result: Any = None
         self._pushes = 0
 
@@ -77,14 +78,18 @@ class _TrainerSave:
         self._meet()
         hidden = _NEVER_PUSHED if trainer.args.push_to_hub else ""
         target = Path(self._run) / self._name
-        JointSave(
+        save = JointSave(
             trainer.accelerator,
             WHAT,
             write=self._write_all,
             describe=self._describe,
             rotate=self._rotate,
             undo=self._restore_best,
-        ).run(lambda: plan_staging(target, hidden=hidden, trainer=True))
+        )
+        try:
+            save.run(lambda: plan_staging(target, hidden=hidden, trainer=True))
+        finally:
+            restore(self._random)
         for _ in range(self._pushes):
             trainer._push_from_checkpoint(os.path.join(self._run, self._name))
         return self._result
@@ -110,7 +115,10 @@ class _TrainerSave:
         folder = str(staging.folder)
         replaced = {"_get_output_dir": lambda trial=None: folder, "_push_from_checkpoint": count}
         with _replaced(self._trainer, replaced):
-            self._result = self._write()
+            try:
+                self._result = self._write()
+            finally:
+                self._random = capture()
         if not self._trainer.args.save_only_model:
             made = staging.folder / self._name
             made.mkdir(exist_ok=True)

@@ -1,0 +1,44 @@
+"""A guarded run has the numbers of the stock one, and one that is killed and resumed has those of the uninterrupted."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sampling import is_exhaustive
+from tests.training.equal_runs import LOOPS, TRAINERS
+
+ALWAYS = ("ema", "custom object and hook", "Trainer, _save")
+SHARE = 3
+"""Loops that a run of the tests draws by chance when it is not exhaustive."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_guarded_run_has_the_numbers_of_stock_and_resumes_to_them(tmp_path: Path, processes: int) -> None:
+    every = {**LOOPS, **TRAINERS}
+    drawn = random.sample([name for name in every if name not in ALWAYS], SHARE)
+    names = list(every) if is_exhaustive() else [*ALWAYS, *drawn]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.equal_runs", str(tmp_path / "runs"), str(processes), *names],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        timeout=120 * len(names),
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert [line["name"] for line in lines] == names, done.stderr[-3000:]
+    for line in lines:
+        statuses, differences = line["statuses"], line["differences"]
+        assert not any(statuses["through"] + statuses["resumed"]), (line, done.stderr[-3000:])
+        assert signal.SIGKILL in statuses["killed"], line
+        if line["name"] in TRAINERS and not TRAINERS[line["name"]].resumes:
+            assert {way.partition(",")[0] for way in differences} == {"resumed"}, line
+        else:
+            assert not differences, line
