@@ -20,6 +20,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
 from ckptfix.training import LoadPolicy
 from ckptfix.training.loading.load_state import load_state_tolerant
 from ckptfix.training.resuming import run_state
+from ckptfix.training.resuming.generators import from_plain
 from tests.training.ranks import run_ranks
 
 
@@ -65,6 +66,28 @@ class Run:
             for batch in self.accelerator.resume_dataloader(self.loader):
                 self.train(batch)
         return self.seen
+
+
+def as_0_5_0(value: Any) -> Any:
+    """Return a part of a run state as 0.5.0 wrote it: the state of Python's generator is a tuple of integers."""
+    if isinstance(value, dict):
+        return {key: as_0_5_0(inside) for key, inside in value.items()}
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], dict):
+        version, numbers, gauss = value
+        return version, tuple(from_plain(numbers).tolist()), gauss
+    return [as_0_5_0(inside) for inside in value] if isinstance(value, list) else value
+
+
+def test_a_run_state_of_0_5_0_is_read(tmp_path: Path) -> None:
+    expected = Run().save_at(tmp_path / "c", 4)
+    path = tmp_path / "c" / run_state_name(0)
+    state = torch.load(path, weights_only=True)
+    numbers = as_0_5_0(state["random"])["python"][1]
+    assert (len(numbers), type(numbers[0])) == (625, int)
+    torch.save({**as_0_5_0(state), "version": 1}, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Run().resume(tmp_path / "c") == expected
 
 
 @pytest.mark.parametrize("at", [1, 4, 6, 8, 12])
