@@ -5,14 +5,16 @@ contain no keys, so a model saved twice with other keys has equal items. Models 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.folder import Component, Fingerprint, fingerprint
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.dataclass import dataclass
+from ckptfix.errors import ChangedError, FormatError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -134,16 +136,67 @@ def first_unequal(
                     if progress is not None:
                         progress(2 * sum(run.length for run in runs))
                     continue
-                difference = first_difference(
-                    one,
-                    two,
-                    sample_runs(runs) if quick else runs,
-                    progress=None if quick else progress,
-                    digests=None if quick or digests is None else digests.setdefault(files[0], {}),
-                )
+                with _named_if_changed(root, _fingerprints(pairing, files)):
+                    difference = first_difference(
+                        one,
+                        two,
+                        sample_runs(runs) if quick else runs,
+                        progress=None if quick else progress,
+                        digests=None if quick or digests is None else digests.setdefault(files[0], {}),
+                    )
             if difference is not None:
                 return _key_at(pairing.kept, files[0], difference.offset_a)
     return None
+
+
+def differing_tensors(root: Path, pairing: Pairing, *, full: bool, most: int) -> list[str]:
+    """Return the keys of tensors of two paired files that differ, at most one more than ``most``.
+
+    ``full`` reads every byte of them; otherwise a few pages of each.
+    """
+    differing: list[str] = []
+    twins = _by_key(pairing.other) if isinstance(pairing.other, Component) else {}
+    ours = _by_key(pairing.kept) if isinstance(pairing.kept, Component) else {}
+    with open_reader(root / pairing.kept.path) as one, open_reader(root / pairing.other.path) as two:
+        for fqn, tensor in ours.items():
+            if tensor.data_offsets is None or twins[fqn].data_offsets is None:
+                continue
+            run = _run(tensor, twins[fqn])
+            runs = (run,) if full else sample_runs((run,), pages=4)
+            with _named_if_changed(root, _fingerprints(pairing, (pairing.kept.path, pairing.other.path))):
+                if first_difference(one, two, runs) is not None:
+                    differing.append(tensor.fqn)
+            if len(differing) > most:
+                break
+    return differing
+
+
+def _fingerprints(pairing: Pairing, files: Files) -> dict[PurePosixPath, Fingerprint]:
+    known = {**pairing.kept.files, **pairing.other.files}
+    return {path: known[path].fingerprint for path in files}
+
+
+@contextmanager
+def _named_if_changed(root: Path, files: Mapping[PurePosixPath, Fingerprint]) -> Iterator[None]:
+    """Name the file of an error that shows that a file changed while it was compared, as by a save.
+
+    ``files``: the facts by which each was known when it was scanned.
+    """
+    try:
+        yield
+    except (ChangedError, FormatError) as error:
+        changed: list[PurePosixPath] = []
+        for path, was in files.items():
+            try:
+                if fingerprint(root / path) != was:
+                    changed.append(path)
+            except OSError:
+                changed.append(path)
+        names = " or ".join(str(root / path) for path in changed[:1] or files)
+        raise ChangedError(
+            f"{names} changed while it was read: {error}; nothing was changed; next: run ckptfix again when no save "
+            "is under way"
+        ) from None
 
 
 def _run(tensor: TensorInfo, twin: TensorInfo) -> Run:

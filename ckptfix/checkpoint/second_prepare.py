@@ -1,50 +1,92 @@
 """Evidence that two entries are equal because a script passed one model to prepare() twice, and for no other reason.
 
 Part of the evidence is an optimizer's training, read from its pickled ``state_dict()`` (facts from torch 2.13:
-``torch/optim/optimizer.py``, ``adamw.py``, ``sgd.py``, ``adagrad.py``); nothing is executed.
+``torch/optim/optimizer.py``, ``adamw.py``, ``sgd.py``, ``adagrad.py``); nothing is executed. Another part are the
+checkpoints next to this one: a model that was prepared twice is equal in all of them, a copy is not.
 """
 
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from functools import cached_property
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from struct import unpack
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.filenames import Role, is_one_of_several
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_folder
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.pairing import first_unequal, pair_up
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import FormatError
+from ckptfix.errors import CkptfixError, FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.safetensors_file import read_safetensors
+from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import read_partial
 from ckptfix.formats.torch_pickle import is_optimizer, state_dicts
-from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, read_tensor, storages
+from ckptfix.storage.reading import FileReader, listed_names, open_reader, origin_of, store_of, subfolders
 
-_STEP_FORMATS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+_NUMBER_FORMATS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+
+Shape = tuple[int, ...]
+
+
+class TrainedParameter(NamedTuple):
+    """What an optimizer's state shows of one parameter.
+
+    ``shape``: of its largest moment, None without one. ``rate``: the learning rate that was saved, which is that of the
+    next step; ``is_warming``: a scheduler has kept it below its first value. ``step``: None where the optimizer counts
+    none. ``moments``: the byte ranges of what gradients leave behind.
+    """
+
+    name: str
+    shape: Shape | None
+    rate: float
+    is_warming: bool
+    step: float | None
+    moments: tuple[tuple[int, int], ...]
+
+    def was_updated(self, epochs: float) -> bool:
+        """Return whether a step at a learning rate above 0 was made, if its gradient was not 0.
+
+        A warm-up begins at 0: with it the first step changes nothing. ``epochs``: the steps by the schedulers.
+        """
+        steps = self.step if self.step is not None else epochs if self.is_warming else 2
+        return self.rate > 0 and steps >= (2 if self.is_warming else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """Facts in an optimizer's state about its training.
+    """Facts in an optimizer's state about its training. ``path``: of its file."""
 
-    ``names``: its ``param_names``, () without any. ``shapes``: for each parameter with a state, the shape of its
-    largest moment. ``has_stepped``: True where moments show a step, False where there are none yet, None where the
-    state does not show it (plain SGD keeps nothing).
-    """
+    path: PurePosixPath
+    parameters: tuple[TrainedParameter, ...]
 
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    has_stepped: bool | None
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its ``param_names``, () without any."""
+        return tuple(one.name for one in self.parameters if one.name)
+
+    @property
+    def shapes(self) -> "Counter[Shape]":
+        """The shapes of the parameters that have moments."""
+        return Counter(one.shape for one in self.parameters if one.shape is not None)
+
+    @property
+    def is_without_states(self) -> bool:
+        """Return whether it keeps nothing for any parameter: plain SGD, or an optimizer before its first step."""
+        return not any(one.moments for one in self.parameters)
 
 
 @paused_gc()
-def read_optimizer(file: TorchFile, reader: FileReader) -> OptimizerFacts | None:
+def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> OptimizerFacts | None:
     """Return the facts of a file that holds one optimizer's state, None for any other file.
 
     Raises FormatError when a tensor does not lie inside its storage, OSError when the file cannot be read.
@@ -52,98 +94,295 @@ def read_optimizer(file: TorchFile, reader: FileReader) -> OptimizerFacts | None
     root = file.tree.root
     if not is_dict_like(root) or not is_optimizer(root):
         return None
-    # Each node once: a hostile pickle can refer to one dict a million times.
-    groups = list(
-        {id(one): one for one in items_of(child(root, "param_groups")) if is_dict_like(one)}.values()
-    )
-    states = list({id(one): one for _, one in pairs(child(root, "state")) if is_dict_like(one)}.values())
     known = storages(file.tree)
-    shapes: list[tuple[int, ...]] = []
-    steps: list[float | None] = []
-    for state in states:
-        tensors = {
-            key.value: tensor
-            for key, value in pairs(state)
-            if type(key) is Text and is_tensor(value) and (tensor := read_tensor(key, value, known))
-        }
-        step = tensors.pop("step", None)
-        moments = [tensor.shape for tensor in tensors.values()]
-        if moments:
-            shapes.append(max(moments, key=lambda shape: (len(shape), shape)))
-        if step is None:
-            number = child(state, "step")
-            steps.append(float(number) if type(number) in (int, float) else None)
-        else:
-            steps.append(_scalar(file, reader, step.dtype, step.storage_key, step.begin))
-    return OptimizerFacts(
-        names=tuple(
-            name.value
-            for group in groups
-            for name in items_of(child(group, "param_names"))
-            if type(name) is Text
-        ),
-        shapes=tuple(shapes),
-        has_stepped=_has_stepped(groups, shapes, steps),
-    )
+
+    def number(key: str, value: Any) -> float | None:
+        """Return a number, or the one in a tensor of one element."""
+        if type(value) in (int, float):
+            return float(value)
+        tensor = read_tensor(Text(key, 0, 0), value, known) if is_tensor(value) else None
+        if tensor is None or tensor.dtype not in _NUMBER_FORMATS or (place := _place(file, tensor)) is None:
+            return None
+        code, size = _NUMBER_FORMATS[tensor.dtype], 8 if tensor.dtype.endswith("64") else 4
+        return float(unpack(code, reader.read(place[0], size))[0]) if place[1] - place[0] >= size else None
+
+    states = {_plain(key): one for key, one in pairs(child(root, "state")) if is_dict_like(one)}
+    parameters: list[TrainedParameter] = []
+    # Each node once: a hostile pickle can refer to one dict a million times.
+    groups = {id(one): one for one in items_of(child(root, "param_groups")) if is_dict_like(one)}
+    for group in groups.values():
+        rate = number("lr", child(group, "lr")) or 0.0
+        first = number("initial_lr", child(group, "initial_lr"))
+        names = [name.value for name in items_of(child(group, "param_names")) if type(name) is Text]
+        members = items_of(child(group, "params"))
+        for position, member in enumerate(members):
+            key = _plain(member)
+            state = states.pop(key, None)  # once, however often a hostile list names it
+            tensors = {
+                word.value: tensor
+                for word, value in pairs(state)
+                if type(word) is Text and is_tensor(value) and (tensor := read_tensor(word, value, known))
+            }
+            moments = [tensor for word, tensor in tensors.items() if word not in _NOT_OF_GRADIENTS]
+            name = names[position] if position < len(names) else key if isinstance(key, str) else ""
+            parameters.append(
+                TrainedParameter(
+                    name=name,
+                    shape=max((one.shape for one in moments), key=lambda one: (len(one), one), default=None),
+                    rate=rate,
+                    is_warming=first is not None and rate < first,
+                    step=number("step", child(state, "step")),
+                    moments=tuple(place for one in moments if (place := _place(file, one)) is not None),
+                )
+            )
+    return OptimizerFacts(path=path, parameters=tuple(parameters))
 
 
-def _has_stepped(groups: list[Any], shapes: list[Any], steps: list[float | None]) -> bool | None:
-    if shapes:  # Adagrad makes its moments before the first step
-        return not all(step == 0 for step in steps)
-    return None if all(map(_is_plain_sgd, groups)) else False
+_NOT_OF_GRADIENTS = ("step", "step_size", "eta", "mu", "ax")
+"""States that are not 0 without a gradient either (Rprop, ASGD)."""
 
 
-def _is_plain_sgd(group: Any) -> bool:
-    return child(group, "dampening") is not None and child(group, "momentum") in (0, None)
+def _plain(key: Any) -> Any:
+    """Return a key of a state: keys of text differ by where each was pushed."""
+    return key.value if type(key) is Text else key
 
 
-def _scalar(file: TorchFile, reader: FileReader, dtype: str, storage: str, begin: int | None) -> float | None:
-    place, code = file.storage_ranges.get(storage), _STEP_FORMATS.get(dtype)
-    if place is None or code is None or begin is None:
+def _place(file: TorchFile, tensor: PickledTensor) -> tuple[int, int] | None:
+    """Return the bytes of a tensor in the file, None where they are not one range."""
+    storage = file.storage_ranges.get(tensor.storage_key)
+    if storage is None or tensor.begin is None or tensor.end is None or tensor.end > storage[1]:
         return None
-    size = 8 if dtype.endswith("64") else 4
-    if begin + size > place[1]:
-        return None
-    (value,) = unpack(code, reader.read(place[0] + begin, size))
-    return float(value)
+    return storage[0] + tensor.begin, storage[0] + tensor.end
+
+
+def parameters_of(model: Component) -> "dict[str, TensorInfo]":
+    """Return the tensors of a model that an optimizer can train, without known buffers and second names of one tensor.
+
+    The keys are without the wrappers that all of them carry.
+    """
+    strip = KeyMap(remove=model.chain)
+    ranges: set[tuple[int, int]] = set()
+    found: dict[str, TensorInfo] = {}
+    for tensor in model.tensors:
+        place = tensor.data_offsets
+        is_known = place is not None and place[0] < place[1] and place in ranges
+        if is_known or tensor.fqn.endswith(_BUFFERS) or tensor.dtype in ("BOOL", "I32", "I64"):
+            continue
+        found[strip(tensor.fqn)] = tensor
+        if place is not None:
+            ranges.add(place)
+    return found
+
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of torch's normalisations. Others look like parameters."""
+
+
+def shapes_of(models: Iterable[Component]) -> "Counter[Shape]":
+    """Return the shapes of the parameters of models."""
+    return Counter(tensor.shape for model in models for tensor in parameters_of(model).values())
+
+
+def fits(facts: OptimizerFacts, models: Sequence[Component]) -> bool:
+    """Return whether all parameters of an optimizer can belong to these models together, by name and shape."""
+    every = [parameters_of(model) for model in models]
+    names = facts.names
+    if names:
+        keys = {name for known in every for name in known}
+        strip = KeyMap(remove=common_wrappers(names))
+        if not keys.issuperset(map(strip, names)):
+            return False
+    shapes = Counter(tensor.shape for known in every for tensor in known.values())
+    return not facts.shapes - shapes and len(facts.parameters) <= shapes.total()
 
 
 _FSDP_STEM = "pytorch_model_fsdp"
 
 
-class Evidence:
-    """Evidence in a folder and its manifest about the run that saved them."""
+class History(NamedTuple):
+    """What other checkpoints of the run show of two equal entries.
 
-    def __init__(self, folder: CheckpointFolder, manifest: Manifest | None) -> None:
-        """Store the folder without reading files; ``manifest`` counts only when a save wrote it."""
+    ``apart``: the name of one in which they differ, "" for none. ``is_moved``: the original had other values before.
+    """
+
+    apart: str = ""
+    is_moved: bool = False
+
+
+class Evidence:
+    """Evidence in a folder, its manifest and the checkpoints next to it about the run that saved them."""
+
+    def __init__(self, folder: CheckpointFolder, manifest: Manifest | None, home: Path) -> None:
+        """Store the folder without reading files; ``manifest`` counts only when a save wrote it.
+
+        ``home``: where its neighbours are; another folder than its own for a copy that is being repaired.
+        """
         self.folder = folder
         self.manifest = manifest if manifest is not None and manifest.is_of_a_save else None
+        self._home = home
 
-    def is_second_prepare(self, original: Component, links: Iterable[Component], entry: Component) -> bool:
-        """Return whether an entry with the bytes of ``original`` is what a second ``prepare`` registers.
+    def doubts(
+        self, original: Component, links: Iterable[Component], entry: Component, size: int
+    ) -> Iterator[str]:
+        """Yield why an entry with the bytes of ``original`` may be the script's own, nothing for a second ``prepare``.
 
-        That takes two processes (one alone is never wrapped), an entry behind the original with one wrapper more than
-        the original or one of ``links``, its earlier duplicates, the same class in the manifest, and no optimizer that
-        has yet to step or cannot be read: until the first step an average rightly equals its model.
+        These are independent facts, the cheapest first; each alone is enough to ask. ``links``: duplicates of the
+        original that are known already. ``size``: the bytes that were compared. A file that may not be read is no
+        doubt: nothing is repaired before it can be read, and what is unknown must not soften a verdict.
         """
-        return (
-            self.folder.processes != 1
-            and entry.name.stem != _FSDP_STEM  # FSDP adds no "module."
-            and any(
-                one.name.index < entry.name.index and is_wrapped_again(_chain(entry), _chain(one))
-                for one in (original, *links)
-            )
-            and not self._are_two_classes(original, entry)
-            and not self.may_be_untrained
+        if entry.name.stem == _FSDP_STEM:
+            yield "FSDP adds no wrapper by which a second prepare() would show"
+        if self.folder.processes == 1:
+            yield "a single process wraps no model"
+        if not any(
+            one.name.index < entry.name.index and is_wrapped_again(entry.chain, one.chain)
+            for one in (original, *links)
+        ):
+            yield "a second prepare() adds exactly one wrapper, to a later entry"
+        if self.folder.processes is None:
+            yield "no file shows how many processes saved them"
+        if self._are_two_classes(original, entry):
+            yield "the manifest lists two classes for them"
+        if size == 0:
+            yield "they hold no byte that could differ"
+        remaining = self._remaining(entry)
+        for path, facts in self.optimizers.items():
+            if not fits(facts, remaining) and fits(facts, (*remaining, entry)):
+                yield f"{path} has parameters of both"
+        optimizers = [one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries]
+        for one in optimizers:
+            if one.problem is not None and not is_unreadable(one):
+                yield f"{one.path} is damaged, so that its steps are unknown"
+        own = self._optimizers_of(original, remaining)
+        is_unknown = any(map(is_unreadable, optimizers))
+        untrained = "no optimizer shows that the model was trained; until then an average equals it"
+        if not own and not is_unknown:
+            yield untrained
+        history = self._history(original, entry)
+        if history.apart:
+            yield f"they differ in {history.apart}"
+        if not (is_unknown or history.is_moved or self._is_trained(original, own, remaining)):
+            yield untrained
+
+    def has_moments(self, path: PurePosixPath) -> bool:
+        """Return whether an optimizer has made a step with a gradient that was not 0."""
+        facts = self.optimizers.get(path)
+        return facts is not None and self._is_moving(
+            path, [one for one in facts.parameters if one.step is None or one.step > 0]
         )
 
-    @property
-    def may_be_untrained(self) -> bool:
-        """Return whether an optimizer has made no step, or cannot be read; it may belong to any model here."""
-        saved = (one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries)
-        return any(one.problem is not None for one in saved) or any(
-            facts.has_stepped is False for facts in self.optimizers.values()
+    def is_trained_alike(
+        self, kept: Sequence[Component], optimizers: Sequence[Component], models: Sequence[Component]
+    ) -> bool:
+        """Return whether some optimizers train every parameter of models that all of them do.
+
+        Each must fit the models. One that may not be read can, so that it changes no verdict.
+        """
+        facts = [self.optimizers[one.path] for one in optimizers if one.path in self.optimizers]
+        if len(facts) < sum(not is_unreadable(one) for one in optimizers):
+            return False
+        staying = {one.path for one in kept}
+        every = sum((one.shapes for one in facts), Counter[Shape]())
+        left = sum((one.shapes for one in facts if one.path in staying), Counter[Shape]())
+        wanted = shapes_of(models)
+        return all(fits(one, models) for one in facts) and wanted & every == wanted & left
+
+    def _remaining(self, entry: Component) -> list[Component]:
+        """Return the models in the list of an entry without those that have the keys of an earlier one in a wrapper."""
+        entries = next(one for one in self.folder.entries(Role.MODEL) if entry in one)
+        remaining: list[Component] = []
+        for model in entries:
+            keys = parameters_of(model).keys()
+            is_again = any(
+                is_wrapped_again(model.chain, one.chain) and parameters_of(one).keys() == keys
+                for one in entries
+                if one.name.index < model.name.index
+            )
+            if model is not entry and not is_again:
+                remaining.append(model)
+        return remaining
+
+    def _optimizers_of(self, model: Component, remaining: Sequence[Component]) -> list[OptimizerFacts]:
+        """Return the optimizers of a model.
+
+        Those that fit no other model are its own. Else optimizers go to the models that they fit in the order of both,
+        as scripts prepare them: a later model without an optimizer, such as a frozen teacher, gets none.
+        """
+        fitting = {
+            facts.path: [one for one in remaining if fits(facts, (one,)) or _own(facts, one, remaining)]
+            for facts in self.optimizers.values()
+        }
+        if alone := [path for path, models in fitting.items() if models == [model]]:
+            return [self.optimizers[path] for path in alone]
+        taken: dict[PurePosixPath, PurePosixPath] = {}
+        for path, models in fitting.items():
+            # Plain SGD keeps nothing that could show which of several models it belongs to.
+            if not self.optimizers[path].is_without_states:
+                free = next((one.path for one in models if one.path not in taken), None)
+                if free is not None:
+                    taken[free] = path
+        return [self.optimizers[taken[model.path]]] if model.path in taken else []
+
+    def _is_trained(
+        self, model: Component, own: Sequence[OptimizerFacts], remaining: Sequence[Component]
+    ) -> bool:
+        """Return whether steps with gradients changed a model, by its own optimizers."""
+        epochs = self._epochs / (self.folder.processes or 1)
+        return any(
+            self._is_moving(facts.path, [one for one in parameters if one.was_updated(epochs)])
+            for facts in own
+            for parameters in (facts.parameters if fits(facts, (model,)) else _own(facts, model, remaining),)
         )
+
+    def _is_moving(self, path: PurePosixPath, parameters: Sequence[TrainedParameter]) -> bool:
+        """Return whether a sample of the moments of parameters has a number other than 0."""
+        having = [one for one in parameters if one.moments]
+        every = max(1, len(having) // _MOST_SAMPLED)
+        try:
+            with open_reader(self.folder.root / path) as reader:
+                return any(
+                    _is_nonzero(reader, place)
+                    for one in having[::every][:_MOST_SAMPLED]
+                    for place in one.moments
+                )
+        except (FormatError, OSError):
+            return False
+
+    @cached_property
+    def _epochs(self) -> float:
+        """The steps of the schedulers: of several the fewest, 0 without any."""
+        counts = [
+            child(one.content.tree.root, "last_epoch")
+            for entries in self.folder.entries(Role.SCHEDULER)
+            for one in entries
+            if isinstance(one.content, TorchFile)
+        ]
+        return min((count for count in counts if type(count) is int), default=0)
+
+    def _history(self, original: Component, entry: Component) -> History:
+        """Compare two equal entries in other checkpoints of the run, by samples.
+
+        A neighbour that was repaired has no second entry, and proves nothing. By their keys entries are found at any
+        number, so that a repair of this folder changes no answer.
+        """
+        is_moved = False
+        with closing(neighbours(self._home)) as near:
+            for name, is_earlier, root in near:
+                try:
+                    models = scan_folder(root, wanted=lambda one: one.role is Role.MODEL).entries(Role.MODEL)
+                    every = [one for entries in models for one in entries if one.problem is None]
+                    originals = [one for one in every if _has_keys_of(one, original)]
+                    for twin in (one for one in every if _has_keys_of(one, entry)):
+                        if originals and not any(_is_equal(root, one, root, twin) for one in originals):
+                            return History(apart=name)
+                    is_moved |= (
+                        is_earlier
+                        and bool(originals)
+                        and not any(_is_equal(self.folder.root, original, root, one) for one in originals)
+                    )
+                except (FormatError, OSError, OperationError):
+                    continue  # that checkpoint has findings of its own
+        return History(is_moved=is_moved)
 
     def foreign(self, entry: Component) -> str:
         """Return why an entry is not from the save that wrote the manifest, "" without such evidence."""
@@ -190,7 +429,7 @@ class Evidence:
                 if isinstance(component.content, TorchFile):
                     try:
                         with open_reader(self.folder.root / component.path) as reader:
-                            facts = read_optimizer(component.content, reader)
+                            facts = read_optimizer(component.content, reader, component.path)
                     except FormatError:
                         continue  # the optimizer's own finding reports its damage
                     if facts is not None:
@@ -211,21 +450,95 @@ class Evidence:
         return next((recorded for recorded in models if recorded.file == str(entry.path)), None)
 
 
-def fits(facts: OptimizerFacts, models: Iterable[Component]) -> bool:
-    """Return whether an optimizer's parameters match one of the models, by name, else by shape."""
-    return any(_fits(facts, model) for model in models)
+def _own(facts: OptimizerFacts, model: Component, remaining: Sequence[Component]) -> list[TrainedParameter]:
+    """Return the parameters that only this one can have of the models that an optimizer trains together."""
+    others = [one for one in remaining if one is not model]
+    if fits(facts, others) or not fits(facts, (model, *others)):
+        return []
+    alien = shapes_of(others)
+    return [one for one in facts.parameters if one.shape is not None and one.shape not in alien]
 
 
-def _fits(facts: OptimizerFacts, model: Component) -> bool:
-    if not facts.names:
-        return not Counter(facts.shapes) - Counter(tensor.shape for tensor in model.tensors)
-    strip = KeyMap(remove=_chain(model))
-    known = {strip(tensor.fqn) for tensor in model.tensors}
-    return known.issuperset(map(KeyMap(remove=common_wrappers(facts.names)), facts.names))
+_MOST_SAMPLED = 32
+"""Parameters of an optimizer whose moments are looked at. The first one decides but for rows of unused tokens."""
+
+_PAGE = 4096
 
 
-def _chain(model: Component) -> tuple[str, ...]:
-    return model.whole.chain if model.whole is not None else ()
+def _is_nonzero(reader: FileReader, place: tuple[int, int]) -> bool:
+    """Return whether a sample of a tensor has a number other than 0, whatever its sign."""
+    begin, end = place
+    step = max(_PAGE, (end - begin) // 4)
+    return any(
+        reader.read(offset, min(_PAGE, end - offset)).strip(b"\0\x80") for offset in range(begin, end, step)
+    )
+
+
+def _has_keys_of(one: Component, other: Component) -> bool:
+    return {(tensor.fqn, tensor.dtype, tensor.shape) for tensor in one.tensors} == {
+        (tensor.fqn, tensor.dtype, tensor.shape) for tensor in other.tensors
+    }
+
+
+def _is_equal(root: Path, one: Component, other_root: Path, other: Component) -> bool:
+    """Compare samples of two entries in two folders."""
+    pairing = pair_up(
+        replace(one, path=PurePosixPath(os.path.abspath(root), one.path)),
+        replace(other, path=PurePosixPath(os.path.abspath(other_root), other.path)),
+    )
+    return pairing is not None and first_unequal(root, pairing, full=False) is None
+
+
+_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+
+
+def neighbours(home: Path) -> Iterator[tuple[str, bool, Path]]:
+    """Yield up to four other checkpoints of a run: the two next to this one, the first and the last.
+
+    Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
+    """
+    home = Path(os.path.abspath(origin_of(home)))
+    match = _NUMBERED.fullmatch(home.name)
+    if match is None:
+        return
+    store = store_of(home)
+    above = store.url.rpartition("/")[0] if store is not None else ""
+    # A listing of a run holds the neighbours, too; the image of one checkpoint does not.
+    is_listed = store is not None and store_of(home.parent) is not None and listed_names(home) is not None
+    try:
+        if store is None or is_listed:
+            names = subfolders(home.parent)
+        else:
+            from ckptfix.storage.stores import open_store
+
+            names = list(open_store(above).folders())
+    except (CkptfixError, OSError):
+        return  # whoever reads a checkpoint may not be allowed to list the folder above it
+    numbers = sorted(
+        (int(other[2]), name)
+        for name in names
+        if (other := _NUMBERED.fullmatch(name)) is not None and other[1] == match[1] and name != home.name
+    )
+    own = int(match[2])
+    before = [one for one in numbers if one[0] < own]
+    after = numbers[len(before) :]
+    for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
+        is_earlier = number < own and is_one_of_several(name)
+        if store is None:
+            yield name, is_earlier, home.parent / name
+            continue
+        from ckptfix.storage.images import image_of, made, release
+
+        if is_listed:
+            with made(home.parent / name) as folder:
+                yield name, is_earlier, folder
+            continue
+        with suppress(CkptfixError):
+            image = image_of(f"{above}/{name}", complete=False)
+            try:
+                yield name, is_earlier, image
+            finally:
+                release(image)
 
 
 def _fingerprint(model: Component) -> str:

@@ -81,8 +81,8 @@ class CheckReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for any error or warning, 3 where a file may not be read, else 0. Notes do not change it."""
-        return status_of(self.all_findings) or (3 if self.all_unfinished else 0)
+        """Exit status: 3 where a file may not be read, else 1 for any error or warning. Notes do not change it."""
+        return 3 if self.all_unfinished else status_of(self.all_findings)
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
@@ -118,10 +118,9 @@ class CheckReport(Printable, Serialized):
             if any(isinstance(finding, LeftoverSave) for finding in self.findings):
                 return _BARE
             return _STAGING if self.is_staging else CLEAN
-        if self.status == 3:
-            return UNFINISHED
-        is_damaged = any(finding.severity is Severity.ERROR for finding in self.all_findings)
-        return _DAMAGED if is_damaged else _WARNED
+        if any(finding.severity is Severity.ERROR for finding in self.all_findings):
+            return _DAMAGED
+        return _WARNED if status_of(self.all_findings) else UNFINISHED
 
     @property
     def counts(self) -> dict[str, int]:

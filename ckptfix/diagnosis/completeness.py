@@ -329,6 +329,8 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     manifest = usable_manifest(folder)
     if name is None or (manifest is not None and manifest.is_of_a_save):
         return
+    # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have theirs.
+    is_shortened = is_repaired(folder)
     folder = origin_of(folder)
     run, number = siblings.of(folder, name[1]), int(name[2])
     before = bisect_left(run.saves, number, key=lambda one: one.number)
@@ -347,6 +349,7 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
         part
         for part in sorted(run.having.keys() - own.keys(), key=_order)
         if (is_of_others or 2 * run.having[part] > others)
+        and not (is_shortened and part[1] > 0 and part[0] is not Role.RNG_STATE)
         and (part[0] is not Role.RNG_STATE or all(part in one.parts for one in around))
     ]
     names = tuple(run.examples[part] for part in missing if run.examples[part] not in known)

@@ -138,6 +138,7 @@ def diagnose(
     drops: Iterable[Role] = (),
     known: Verdicts | None = None,
     looked_at: Collection[str] = (),
+    home: Path | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
@@ -145,7 +146,8 @@ def diagnose(
     By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files to be
     dropped (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check
     --data``). ``drops``: the roles whose equal entries will be dropped. ``known``: earlier comparisons that
-    still hold. ``looked_at``: names of files that the caller reads. ``progress`` is called with byte counts.
+    still hold. ``looked_at``: names of files that the caller reads. ``home``: where its neighbours are, for a copy
+    of another folder. ``progress`` is called with byte counts.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
@@ -155,7 +157,7 @@ def diagnose(
 
     def compare(pairing: Pairing, must_prove: bool) -> Verdict:
         pair, full = (pairing.kept.path, pairing.other.path), data or (prove and must_prove)
-        verdict = (known or {}).get(pair)
+        verdict = verdicts.get(pair) or (known or {}).get(pair)
         if verdict is None or (full and not verdict.full and verdict.difference is None):
             hashed = digests if prove and full else None
             difference = first_unequal(folder.root, pairing, full=full, progress=progress, digests=hashed)
@@ -178,7 +180,9 @@ def diagnose(
         for finding in findings
         if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
     )
-    evidence = Evidence(named, usable_manifest(folder.root) if folder.only is None else None)
+    evidence = Evidence(
+        named, usable_manifest(folder.root) if folder.only is None else None, home or folder.root
+    )
     findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     findings += diagnose_states(evidence, compare, drops, doubled)

@@ -11,8 +11,16 @@ from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
-from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, Saved, equal_entries, pair_up, signature
-from ckptfix.checkpoint.second_prepare import Evidence, fits
+from ckptfix.checkpoint.pairing import (
+    STRUCTURE,
+    Pairing,
+    Saved,
+    differing_tensors,
+    equal_entries,
+    pair_up,
+    signature,
+)
+from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,
@@ -21,6 +29,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     EntryGap,
     IdenticalModels,
     IdenticalStates,
+    NearlyEqualModels,
     RelatedModels,
     ShiftedEntries,
     SurplusStates,
@@ -161,6 +170,7 @@ def _decided(findings: list[Finding]) -> list[Finding]:
             bytes=one.bytes,
             sampled=one.sampled,
             chains=(one.chain, ()),
+            doubt="several entries equal it, and a second prepare() adds only one",
         )
         if isinstance(one, DoubledModel) and one.original in unclear
         else one
@@ -184,14 +194,14 @@ def _match(
         pairing = pair_up(original, entry)
         if pairing is None:
             continue
-        # FSDP adds no wrapper to keys, so that neither of two equal DCP folders shows itself as a second prepare.
-        is_double = (
-            isinstance(original, Component)
-            and isinstance(entry, Component)
-            and evidence.is_second_prepare(original, doubles.get(original.path, ()), entry)
-        )
-        difference, full = compare(pairing, is_double or drops)
-        if difference is None and is_double:
+        difference, full = compare(pairing, drops)
+        doubt = "in DCP folders no key shows a second prepare()"
+        if difference is None and isinstance(original, Component) and isinstance(entry, Component):
+            known = doubles.get(original.path, ())
+            doubt = next(evidence.doubts(original, known, entry, pairing.size), "")
+            if not doubt:
+                difference, full = compare(pairing, True)
+        if difference is None and not doubt:
             return DoubledModel(
                 path=entry.path,
                 original=original.path,
@@ -208,23 +218,25 @@ def _match(
                 bytes=pairing.size,
                 sampled=not full,
                 chains=(entry.chain, original.chain),
+                doubt=doubt,
             )
         if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):
-            related = _related(evidence, original, entry, difference, damaged, is_alone)
+            related = _related(evidence, pairing, difference, damaged, is_alone, full=full)
     return related
 
 
 def _related(
     evidence: Evidence,
-    original: Saved,
-    entry: Saved,
+    pairing: Pairing,
     difference: str,
     damaged: frozenset[PurePosixPath],
     is_alone: bool,
+    *,
+    full: bool,
 ) -> Finding | None:
     """Return how two models with the same keys and other values are related; a single process adds no wrapper."""
+    original, entry = pair = pairing.kept, pairing.other
     tensor = None if difference == STRUCTURE else difference
-    pair = (original, entry)
     harmed = tuple(one.path for one in pair if one.path in damaged)
     proof = next(filter(None, (_foreign(evidence, one) for one in pair)), "") if not harmed else ""
     if proof:
@@ -233,6 +245,21 @@ def _related(
         )
     if is_alone and not harmed:
         return None
+    total = len(entry.tensors)
+    # An average of a trained model differs in nearly every tensor; bit rot, or an edit by hand, in a few.
+    few = max(1, total // 10)
+    if not harmed and tensor is not None and 2 * few <= total:
+        differing = differing_tensors(evidence.folder.root, pairing, full=full, most=few)
+        if 0 < len(differing) <= few:
+            return NearlyEqualModels(
+                path=entry.path,
+                original=original.path,
+                chain=entry.chain,
+                tensor=differing[0],
+                tensors=total,
+                differing=len(differing),
+                sampled=not full,
+            )
     return RelatedModels(
         path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, damaged=harmed
     )
@@ -304,8 +331,8 @@ def diagnose_states(
 
     ``drops``: roles whose equal entries the user asked to drop. ``doubled``: the duplicate models.
 
-    Next to a duplicate model, an optimizer with exactly the moments of another one was saved twice. It is
-    dropped if every remaining optimizer then belongs to a remaining model; otherwise the user decides.
+    Next to a duplicate model, an optimizer with exactly the moments of another one was saved twice, where the models
+    that remain do not need it; otherwise the user decides.
     """
     findings: list[IdenticalStates] = []
     for role in _INDEPENDENT:
@@ -358,20 +385,28 @@ def _surplus_optimizers(
     *,
     is_doubled: bool,
 ) -> dict[PurePosixPath, IdenticalStates]:
-    """Judge equal optimizers. ``models``: the remaining ones, without duplicates."""
+    """Judge equal optimizers. ``models``: the remaining ones, without duplicates.
+
+    Those with moments of gradients are dropped next to a duplicate model, if there are more optimizers than models, and
+    those that stay train every parameter that all of them do. Two towers of a model can have equal optimizers.
+    """
     if not equal:
         return {}
-    facts = evidence.optimizers
-    trained = {path for path in equal if (own := facts.get(path)) is not None and own.has_stepped}
-    kept = [entry.path for entry in optimizers if entry.path not in trained]
+    trained = {path for path in equal if evidence.has_moments(path)}
+    kept = [one for one in optimizers if one.path not in trained]
     # Optimizers without moments are all equal, so that only their number can show a second prepare().
-    plain = [path for path in equal if path not in trained]
-    if plain and (len(kept) > len(models) > 0 or (is_doubled and len(plain) < len(kept) - 1)):
-        trained = set(equal)
-    elif is_doubled and all(path in facts and fits(facts[path], models) for path in kept):
+    is_surplus = len(kept) > len(models) > 0 and len(trained) < len(equal)
+    if (
+        is_doubled
+        and not is_surplus
+        and len(optimizers) > len(models)
+        and evidence.is_trained_alike(kept, optimizers, models)
+    ):
         return {path: _doubled(one) if path in trained else one for path, one in equal.items()}
-    loads = tuple(entry.path for entry in optimizers)
-    return {path: _surplus(one, loads) if path in trained else one for path, one in equal.items()}
+    loads = tuple(one.path for one in optimizers)
+    return {
+        path: _surplus(one, loads) if is_surplus or path in trained else one for path, one in equal.items()
+    }
 
 
 def _surplus_schedulers(
@@ -382,8 +417,6 @@ def _surplus_schedulers(
     is_doubled: bool,
 ) -> dict[PurePosixPath, IdenticalStates]:
     """Judge equal schedulers next to a duplicate model by the optimizers, with which they are prepared."""
-    if not is_doubled:
-        return dict(equal)
     numbers = {entry.path: number for number, entry in enumerate(optimizers)}
     doubles = {
         numbers[path]: numbers[one.original]
@@ -391,8 +424,9 @@ def _surplus_schedulers(
         if isinstance(one, DoubledStates)
     }
     paths = [entry.path for entry in schedulers]
-    all_equal = len(equal) == len(paths) - 1
-    if all_equal and len(paths) <= len(optimizers) - len(doubles):
+    if not is_doubled or (not doubles and len(paths) <= len(optimizers)):
+        return dict(equal)
+    if len(equal) == len(paths) - 1 and len(paths) <= len(optimizers) - len(doubles):
         return dict(equal)
     first = {path: equal[path].original if path in equal else path for path in paths}
     is_clear = len(paths) == len(optimizers) and all(

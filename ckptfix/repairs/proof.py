@@ -7,7 +7,7 @@ folders none may be written, but for the new one that holds the lists of keys.
 
 from collections.abc import Iterable, Mapping, Set
 from itertools import permutations
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths
@@ -15,8 +15,8 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, sc
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
-from ckptfix.diagnosis.findings import INCOMPLETE
-from ckptfix.diagnosis.findings.duplicates import DoubledModel
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.duplicates import DoubledModel, WrapperPrefix
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -45,19 +45,21 @@ def prove_repair(
     stays: tuple[Unplanned, ...],
     policy: Policy,
     verdicts: Verdicts,
+    home: Path,
 ) -> Diagnosis:
     """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError with what is wrong.
 
-    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still.
+    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still. ``home``: the folder
+    whose neighbours are evidence.
     """
     before = plan.folder
     after = scan_folder(before.root, before.only)
     _prove_tensors(before, after, steps, edits)
     moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
-    diagnosis = diagnose(after, known=_known(verdicts, moved, dropped))
+    diagnosis = diagnose(after, known=_known(verdicts, moved, dropped), home=home)
     _prove_dcp_folders(plan.sharded, diagnosis.sharded, steps, edits)
-    _prove_no_new_damage(plan, diagnosis, moved)
+    _prove_no_new_finding(plan, diagnosis, steps, moved)
     _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)
     return diagnosis
 
@@ -206,14 +208,29 @@ def _recipe_spans(edit: Replace) -> Iterable[Span]:
         position += piece.length
 
 
-def _prove_no_new_damage(
-    plan: Plan, diagnosis: Diagnosis, moved: Mapping[PurePosixPath, PurePosixPath]
+def _prove_no_new_finding(
+    plan: Plan, diagnosis: Diagnosis, steps: Iterable[Step], moved: Mapping[PurePosixPath, PurePosixPath]
 ) -> None:
-    """Raise OperationError when a file is newly damaged or missing."""
-    known = {(finding.code, _moved(finding.path, moved)) for finding in plan.findings}
+    """Raise OperationError when a file has a finding of a kind that it did not have before.
+
+    Only the note about keys in a wrapper may come with a rename to such keys. A finding about two files counts for
+    both: after a rename the other one can have fewer wrappers, and be the original.
+    """
+    known = {
+        (_kind(finding), _moved(path, moved))
+        for finding in plan.findings
+        for path in (finding.path, getattr(finding, "original", finding.path))
+    }
+    renames = any(isinstance(step.action, RewriteNames) for step in steps)
     for finding in diagnosis.findings:
-        if isinstance(finding, INCOMPLETE) and (finding.code, finding.path) not in known:
-            raise OperationError(f"after the repair: {finding}")
+        is_known = (_kind(finding), finding.path) in known
+        if not is_known and not (renames and isinstance(finding, WrapperPrefix)):
+            raise OperationError(f"after the repair there is a new finding: {finding}")
+
+
+def _kind(finding: Finding) -> type:
+    """Return the class from which the findings of one kind derive, also those of another severity."""
+    return next(kind for kind in type(finding).__mro__ if Finding in kind.__bases__)
 
 
 def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:

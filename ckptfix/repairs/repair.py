@@ -167,7 +167,8 @@ class RepairPlan(Printable):
     ``diagnosis``: the state that was planned for. ``pending``: the findings about an interrupted run, which ``execute``
     rolls back first. ``recovered``: one was rolled back before planning, or in a store ``finished``. ``output``: the
     folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in words; ``at_once``: all
-    its names change in one commit. ``image``: closed by ``execute``, where the plan was made for a URL.
+    its names change in one commit. ``image``: closed by ``execute``, where the plan was made for a URL. ``home``: the
+    folder whose neighbours are evidence, which is the source of a copy.
     """
 
     target: Target
@@ -182,6 +183,7 @@ class RepairPlan(Printable):
     carriage: str | None = None
     at_once: bool = False
     image: ExitStack | None = None
+    home: Path
 
     @property
     def path(self) -> Path:
@@ -253,7 +255,8 @@ class RepairPlan(Printable):
     def _execute_on_copy(self, output: Path, progress: Progress | None) -> RepairReceipt:
         self._check_unchanged()
         with copy_checkpoint(self.target, output, progress) as copy:
-            receipt = repair(copy.path, policy=self.policy)
+            # The neighbours of the source are evidence, not those of the place where the copy is made.
+            receipt = _plan(copy, self.policy, None, None, home=self.home).execute()
         below = tuple(_moved(report, copy.path, output) for report in receipt.below)
         return replace(
             receipt,
@@ -300,6 +303,7 @@ class RepairPlan(Printable):
             self.unplanned,
             self.policy,
             self.diagnosis.verdicts,
+            self.home,
         )
 
     def _apply(self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool) -> RepairReceipt:
@@ -487,12 +491,20 @@ def _listing(action: StepAction) -> PurePosixPath | None:
     return action.path if isinstance(action, RewriteNames) and action.path.name == METADATA_NAME else None
 
 
-def _plan(target: Target, policy: Policy, output: Path | str | None, progress: Progress | None) -> RepairPlan:
+def _plan(
+    target: Target,
+    policy: Policy,
+    output: Path | str | None,
+    progress: Progress | None,
+    *,
+    home: Path | None = None,
+) -> RepairPlan:
     with paused_gc():
         folder = scan_folder(target.root, target.only)
         if not transactions(target.root):
             ensure_checkpoint(folder, "repair")
-        diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
+        home = home or target.root
+        diagnosis = diagnose(folder, prove=True, drops=policy.drops, home=home, progress=progress)
         if diagnosis.unfinished:
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair reads every file first, and "
@@ -512,6 +524,7 @@ def _plan(target: Target, policy: Policy, output: Path | str | None, progress: P
             recovered=False,
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
             at_once=(store := store_of(target.root)) is not None and store.abilities.atomic,
+            home=home,
         )
 
 

@@ -1,55 +1,381 @@
-"""Facts about training in an optimizer's pickle."""
+"""Evidence that a model was prepared twice: of training in an optimizer's pickle, and of other checkpoints."""
 
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 import torch
 
-from ckptfix.checkpoint.second_prepare import OptimizerFacts, read_optimizer
+from ckptfix import Policy, check, repair
+from ckptfix.checkpoint import pairing
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.checkpoint.second_prepare import Evidence, OptimizerFacts, read_optimizer
+from ckptfix.errors import ChangedError, OperationError, RolledBackError
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.reading import open_reader
+from ckptfix.storage.stores import open_store
+from tests.repairs.builders import snapshot
+from tests.repairs.refused import nobody_may_read
 
 
 def facts(path: Path, value: object, *, legacy: bool = False) -> OptimizerFacts | None:
     torch.save(value, path, _use_new_zipfile_serialization=not legacy)
     with open_reader(path) as reader:
-        return read_optimizer(read_torch_file(reader), reader)
+        return read_optimizer(read_torch_file(reader), reader, PurePosixPath(path.name))
+
+
+def has_moments(folder: Path) -> bool:
+    return Evidence(scan_folder(folder), None, folder).has_moments(PurePosixPath("optimizer.bin"))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "options", "before", "after"),
+    ("kind", "options", "shows"),
     [
-        ("AdamW", {}, False, True),
-        ("SGD", {"momentum": 0.9}, False, True),
-        ("SGD", {}, None, None),
-        ("Adagrad", {}, False, True),  # it has moments from the beginning
-        ("RMSprop", {}, False, True),
-        ("Adadelta", {}, False, True),
-        ("ASGD", {}, False, True),
+        ("AdamW", {}, True),
+        ("SGD", {"momentum": 0.9}, True),
+        ("SGD", {}, False),  # it keeps nothing
+        ("Adagrad", {"initial_accumulator_value": 0.1}, True),  # it has moments from the beginning
+        ("RMSprop", {}, True),
+        ("Adadelta", {}, True),
+        ("ASGD", {}, False),  # its average is that of the weights
+        ("Rprop", {}, True),  # its step sizes are not 0 from the beginning
     ],
 )
-def test_steps_show_in_the_moments(
-    tmp_path: Path,
-    kind: str,
-    options: dict[str, float],
-    before: bool | None,
-    after: bool | None,
-    legacy: bool,
+@pytest.mark.parametrize("gradient", [0.0, -0.0, 1.0])
+def test_gradients_show_in_the_moments(
+    tmp_path: Path, kind: str, options: dict[str, float], shows: bool, gradient: float, legacy: bool
 ) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = getattr(torch.optim, kind)(model.named_parameters(), lr=0.1, **options)
     path = tmp_path / "optimizer.bin"
     fresh = facts(path, optimizer.state_dict(), legacy=legacy)
     assert fresh is not None
-    assert (fresh.has_stepped, fresh.names) == (before, ("weight", "bias"))
-    model(torch.ones(1, 3)).sum().backward()
+    assert fresh.names == ("weight", "bias")
+    assert not has_moments(tmp_path)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
     optimizer.step()
     trained = facts(path, optimizer.state_dict(), legacy=legacy)
     assert trained is not None
-    assert (trained.has_stepped, trained.shapes) == (after, ((2, 3), (2,)) if after else ())
+    assert trained.is_without_states == (kind == "ASGD" or (kind == "SGD" and not options))
+    if not trained.is_without_states:
+        assert set(trained.shapes.elements()) == {(2, 3), (2,)}
+    # A sum that begins above 0 shows the step, and not its gradient.
+    assert has_moments(tmp_path) == (shows and (gradient != 0 or kind == "Adagrad"))
 
 
 def test_another_dict_is_no_optimizer(tmp_path: Path) -> None:
     assert facts(tmp_path / "x.bin", {"state": 1}) is None
     assert facts(tmp_path / "x.bin", [1]) is None
+
+
+class Net(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
+    """A model of two layers with seeded values."""
+
+    def __init__(self, seed: int = 0, *, width: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = torch.nn.Linear(width, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def wrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a module that holds a model as DistributedDataParallel does."""
+    outer = torch.nn.Module()
+    outer.module = model
+    return outer
+
+
+def adamw(*models: torch.nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for model in models for one in model.parameters()], lr=lr)
+
+
+def step(optimizer: torch.optim.Optimizer, scheduler: Any = None, *, scale: float = 1.0) -> None:
+    """Make a step with gradients; the same ones for parameters of the same shape."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            torch.manual_seed(parameter.numel())
+            parameter.grad = scale * torch.randn_like(parameter)
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+
+
+def save(
+    folder: Path,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any] = (),
+    ranks: int = 2,
+) -> Path:
+    folder.mkdir(parents=True)
+    for stem, things in (("pytorch_model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
+        for number, thing in enumerate(things):
+            torch.save(thing.state_dict(), folder / f"{stem}{f'_{number}' if number else ''}.bin")
+    for rank in range(ranks):
+        (folder / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
+    return folder
+
+
+def doubled(folder: Path) -> Path:
+    net = Net()
+    optimizer = adamw(net)
+    step(optimizer)
+    return save(folder, [net, wrap(net)], [optimizer])
+
+
+def without_random_states(folder: Path) -> Path:
+    for path in doubled(folder).glob("random_states_*"):
+        path.unlink()
+    return folder
+
+
+def without_optimizer(folder: Path) -> Path:
+    (doubled(folder) / "optimizer.bin").unlink()
+    return folder
+
+
+def in_warm_up(folder: Path, *, epochs: int, first: float, kind: str = "AdamW") -> Path:
+    net = Net()
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: first * epoch / 10)
+    for _ in range(epochs):
+        step(optimizer, scheduler)
+    return save(folder, [net, wrap(net)], [optimizer], [scheduler])
+
+
+def of_gradients(folder: Path, scale: float) -> Path:
+    net = Net()
+    optimizer = adamw(net)
+    step(optimizer, scale=scale)
+    return save(folder, [net, wrap(net)], [optimizer])
+
+
+def of_plain_sgd(folder: Path) -> Path:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step(optimizer)
+    return save(folder, [net, wrap(net)], [optimizer])
+
+
+def beside_a_trained_net(folder: Path, one: torch.nn.Module, *, width: int = 3) -> Path:
+    net = Net(1, width=width)
+    optimizer = adamw(net)
+    step(optimizer)
+    return save(folder, [net, one, wrap(one)], [optimizer])
+
+
+def empty(*shape: int) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.value = torch.nn.Parameter(torch.empty(shape))
+    return module
+
+
+def of_buffers() -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_buffer("mean", torch.ones(3))
+    return module
+
+
+def of_twin_towers(folder: Path, kind: str = "AdamW") -> Path:
+    left, right = Net(), Net()
+    optimizer = getattr(torch.optim, kind)([*left.parameters(), *right.parameters()], lr=0.1)
+    step(optimizer)
+    return save(folder, [left, wrap(right)], [optimizer])
+
+
+def of_a_damaged_optimizer(folder: Path) -> Path:
+    with open(doubled(folder) / "optimizer.bin", "r+b") as file:
+        file.truncate(900)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "doubt"),
+    [
+        (without_random_states, "no file shows how many processes saved them"),
+        (without_optimizer, "no optimizer shows that the model was trained"),
+        (lambda folder: in_warm_up(folder, epochs=3, first=0.0), "no optimizer shows"),
+        (lambda folder: in_warm_up(folder, epochs=1, first=1.0), "no optimizer shows"),
+        (lambda folder: in_warm_up(folder, epochs=2, first=1.0, kind="SGD"), "no optimizer shows"),
+        (lambda folder: of_gradients(folder, 0.0), "no optimizer shows"),
+        (of_plain_sgd, "no optimizer shows"),
+        (of_a_damaged_optimizer, "optimizer.bin is damaged"),
+        (of_twin_towers, "optimizer.bin has parameters of both"),
+        (lambda folder: of_twin_towers(folder, "SGD"), "optimizer.bin has parameters of both"),
+        (lambda folder: beside_a_trained_net(folder, empty(0, 3)), "they hold no byte that could differ"),
+        (lambda folder: beside_a_trained_net(folder, of_buffers()), "no optimizer shows"),
+        (lambda folder: beside_a_trained_net(folder, empty()), "no optimizer shows"),
+        (lambda folder: beside_a_trained_net(folder, torch.nn.LayerNorm(3)), "no optimizer shows"),
+        (lambda folder: beside_a_trained_net(folder, Net(2)), "no optimizer shows"),
+        (lambda folder: beside_a_trained_net(folder, Net(2), width=5), "no optimizer shows"),
+    ],
+)
+def test_without_positive_evidence_equal_models_are_asked_about(
+    tmp_path: Path, make: Callable[[Path], Path], doubt: str
+) -> None:
+    folder = make(tmp_path / "checkpoint")
+    identical = [one for one in check(folder).findings if one.code == "identical-models"]
+    assert len(identical) == 1
+    assert doubt in identical[0].advice
+    assert not [one for one in check(folder).findings if one.code == "doubled-model"]
+    receipt = repair(folder)
+    assert (receipt.status, receipt.steps) == (1, ())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        doubled,
+        lambda folder: in_warm_up(folder, epochs=2, first=1.0),
+        lambda folder: in_warm_up(folder, epochs=4, first=1.0, kind="SGD"),
+        lambda folder: of_gradients(folder, 1e-20),
+    ],
+)
+def test_positive_evidence_is_enough(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    folder = make(tmp_path / "checkpoint")
+    assert [one.code for one in check(folder).findings] == ["doubled-model"]
+    assert repair(folder).status == 0
+    assert not (folder / "pytorch_model_1.bin").exists()
+
+
+def run_of(folder: Path, *, is_copy: bool, kind: str = "AdamW") -> list[Path]:
+    """Save three checkpoints of a model that is prepared twice, or whose copy is made anew at the third step."""
+    net, copy = Net(), Net(7)
+    options = {} if kind == "SGD" else {"weight_decay": 0.0}
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1, **options)
+    folders = []
+    for number in (5, 10, 15):
+        step(optimizer)
+        if number == 15:
+            copy.load_state_dict(net.state_dict())
+        second = copy if is_copy else net
+        folders.append(save(folder / f"checkpoint-{number}", [net, wrap(second)], [optimizer]))
+    return folders
+
+
+def verdict(folder: Path | str) -> tuple[str, str]:
+    """Return the code and the advice of the finding about the models."""
+    return next(
+        (one.code, one.advice)
+        for one in check(folder).findings
+        if one.code in ("doubled-model", "identical-models")
+    )
+
+
+def test_a_copy_differs_in_another_checkpoint_of_the_run(tmp_path: Path) -> None:
+    *_, last = run_of(tmp_path / "run", is_copy=True)
+    code, advice = verdict(last)
+    assert code == "identical-models"
+    assert "they differ in checkpoint-5" in advice or "they differ in checkpoint-10" in advice
+    assert repair(last).steps == ()
+    # The neighbours of the source count, not those of the place of the copy.
+    assert repair(last, output=tmp_path / "elsewhere-3").steps == ()
+    alone = tmp_path / "alone" / "checkpoint-15"
+    alone.parent.mkdir()
+    last.rename(alone)
+    assert verdict(alone)[0] == "doubled-model"
+    assert "EMA" in verdict(alone)[1]
+    assert "ckptfix undo" in verdict(alone)[1]
+
+
+def test_a_model_prepared_twice_is_equal_in_all_of_them(tmp_path: Path) -> None:
+    folders = run_of(tmp_path, is_copy=False)
+    assert [verdict(folder)[0] for folder in folders] == ["doubled-model"] * 3
+    # Whatever is repaired first, and though the repaired ones have no second entry any more.
+    assert [repair(folder).status for folder in (folders[1], folders[2], folders[0])] == [0, 0, 0]
+
+
+def test_plain_sgd_moves_the_values_between_two_checkpoints(tmp_path: Path) -> None:
+    folders = run_of(tmp_path, is_copy=False, kind="SGD")
+    expected = ["identical-models", "doubled-model", "doubled-model"]
+    assert [verdict(folder)[0] for folder in folders] == expected
+    for folder in reversed(folders[1:]):
+        assert repair(folder).status == 0
+    assert verdict(folders[0])[0] == "identical-models"
+    assert check(folders[2]).status == 0
+
+
+def test_a_repair_changes_no_verdict_by_another_number(tmp_path: Path) -> None:
+    """After the first duplicate is gone, the copy has another number than in the other checkpoints."""
+    folders = []
+    net, copied, copy = Net(0), Net(1, width=5), Net(9, width=5)
+    optimizers = [adamw(net), adamw(copied)]
+    for number in (5, 10):
+        for optimizer in optimizers:
+            step(optimizer)
+        if number == 10:
+            copy.load_state_dict(copied.state_dict())
+        models = [net, wrap(net), copied, wrap(copy)]
+        folders.append(save(tmp_path / f"checkpoint_{number}", models, optimizers))
+    receipt = repair(folders[1])
+    assert [str(step.action.path) for step in receipt.steps if hasattr(step.action, "kept")] == [
+        "pytorch_model_1.bin"
+    ]
+    assert (folders[1] / "pytorch_model_2.bin").exists()
+    assert repair(folders[1]).steps == ()
+    assert verdict(folders[1])[0] == "identical-models"
+
+
+def test_in_a_store_the_other_checkpoints_count_too(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}-{id(tmp_path)}/run"
+    for is_copy in (True, False):
+        folders = run_of(tmp_path / str(is_copy), is_copy=is_copy)
+        for folder in folders:
+            store = open_store(f"{url}-{is_copy}/{folder.name}")
+            for path in folder.iterdir():
+                store.put(path.name, path.read_bytes())
+        code = "identical-models" if is_copy else "doubled-model"
+        last = f"{url}-{is_copy}/checkpoint-15"
+        assert verdict(last) == (code, verdict(folders[-1])[1])
+        assert [step.fixes for step in repair(last, dry_run=True).steps] == [("doubled-model",)] * (
+            not is_copy
+        )
+
+
+def test_what_may_not_be_read_softens_no_verdict(tmp_path: Path) -> None:
+    for name in ("optimizer.bin", "random_states_1.pkl", "scheduler.bin"):
+        folder = doubled(tmp_path / name)
+        torch.save({"last_epoch": 1}, folder / "scheduler.bin")
+        assert check(folder).status == 1
+        with nobody_may_read(folder / name):
+            report = check(folder)
+            assert [one.code for one in report.findings] == ["doubled-model"]
+            assert report.status == 3
+            with pytest.raises(OperationError, match="may not be read"):
+                repair(folder)
+
+
+def test_a_plan_that_would_add_a_finding_is_rolled_back(tmp_path: Path) -> None:
+    """The optimizer of two towers would have parameters that no weights of the checkpoint belong to."""
+    folder = of_twin_towers(tmp_path / "checkpoint")
+    before = snapshot(folder)
+    with pytest.raises(RolledBackError, match=r"there is a new finding: optimizer\.bin"):
+        repair(folder, policy=Policy(keep={Role.MODEL: 1}))
+    assert snapshot(folder) == before
+    with pytest.raises(OperationError, match=r"there is a new finding: optimizer\.bin"):
+        repair(folder, policy=Policy(keep={Role.MODEL: 1}), output=tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_save_that_lands_during_a_repair_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = doubled(tmp_path / "checkpoint")
+    before = snapshot(folder)
+    real = pairing.first_difference
+
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        (folder / "pytorch_model_1.bin").write_bytes(b"")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pairing, "first_difference", saving)
+    with pytest.raises(ChangedError) as error:
+        repair(folder)
+    assert f"{folder / 'pytorch_model_1.bin'} changed while it was read" in str(error.value)
+    assert "next: run ckptfix again when no save is under way" in str(error.value)
+    assert snapshot(folder) == {**before, "pytorch_model_1.bin": b""}

@@ -1,9 +1,11 @@
-"""Small safetensors checkpoints, written by hand so that no test needs torch for them."""
+"""Small safetensors checkpoints, written by hand, and optimizers that show that they were trained."""
 
 import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 
 def write_safetensors(
@@ -18,6 +20,23 @@ def write_safetensors(
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(tensors.values()) + tail)
+    return path
+
+
+def write_trained_optimizer(path: Path, *models: Mapping[str, bytes]) -> Path:
+    """Write the state of an AdamW that has made two steps with gradients for every tensor of these models."""
+    gradients = [
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).float() + 1
+        for tensors in models
+        for data in tensors.values()
+    ]
+    parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in gradients]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for _ in range(2):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    torch.save(optimizer.state_dict(), path)
     return path
 
 

@@ -9,7 +9,12 @@ import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
-from tests.repairs.builders import read_safetensors_bytes, snapshot, write_safetensors
+from tests.repairs.builders import (
+    read_safetensors_bytes,
+    snapshot,
+    write_safetensors,
+    write_trained_optimizer,
+)
 
 
 def load(path: Path) -> Any:
@@ -83,6 +88,9 @@ def test_names_in_an_fsdp_optimizer_follow_its_model(tmp_path: Path) -> None:
 def test_a_double_is_not_renamed_instead_of_dropped(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"fc": b"12"})
     write_safetensors(tmp_path / "model_1.safetensors", {"module.fc": b"12"})
+    write_trained_optimizer(tmp_path / "optimizer.bin", {"fc": b"12"})
+    for rank in range(2):
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
     before = snapshot(tmp_path)
     policy = Policy(keys=Keys.BARE, only=frozenset({"wrapper-prefix"}))
     receipt = repair(tmp_path, policy=policy)
@@ -194,10 +202,11 @@ def test_a_difference_between_the_samples_does_not_stop_other_repairs(tmp_path: 
     other[size * 3 // 7] = 1
     for rank in range(2):
         (tmp_path / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
-    write_safetensors(tmp_path / "model.safetensors", {"fc": bytes(size)})
-    write_safetensors(tmp_path / "model_1.safetensors", {"module.fc": bytes(other)})
+    write_safetensors(tmp_path / "model.safetensors", {"fc": bytes(size), "b": b"1"})
+    write_trained_optimizer(tmp_path / "optimizer.bin", {"b": b"1"})
+    write_safetensors(tmp_path / "model_1.safetensors", {"module.fc": bytes(other), "module.b": b"1"})
     write_safetensors(tmp_path / "model_2.safetensors", {"module.module.out": b"1"})
     receipt = repair(tmp_path, policy=Policy(allow=frozenset({"nested-prefix"})))
     assert [step.fixes for step in receipt.steps] == [("nested-prefix",)]
-    assert receipt.left[-1].code == "related-models"
+    assert "related-models" in [finding.code for finding in receipt.left]
     assert "doubled-model" in [finding.code for finding in check(tmp_path).findings]  # check reads samples

@@ -23,7 +23,7 @@ def planned(folder: Path) -> tuple[Diagnosis, Plan, steps_to_edits.Compiled]:
 
 def prove(diagnosis: Diagnosis, plan: Plan, compiled: steps_to_edits.Compiled) -> None:
     steps, edits = tuple(compiled.steps), tuple(compiled.edits)
-    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts)
+    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts, plan.folder.root)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from ckptfix import repair, undo
 from ckptfix.cli import run
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage import recipes
-from tests.repairs.builders import write_safetensors
+from tests.repairs.builders import write_safetensors, write_trained_optimizer
 
 BODY = bytes(range(253)) * 9_000
 MIDDLE = 1_050_000
@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
     write_safetensors(root / "model.safetensors", {"a": BODY, "b": b"12345"})
     write_safetensors(root / "model_1.safetensors", {"module.a": BODY, "module.b": b"12345"})
     write_safetensors(root / "model_2.safetensors", {"a": BODY[::-1], "c": b"123"})
+    write_trained_optimizer(root / "optimizer.bin", {"a": BODY, "b": b"12345"})
     for rank in range(2):
         shutil.copy(
             Path("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint") / f"random_states_{rank}.pkl",

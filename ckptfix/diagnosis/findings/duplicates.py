@@ -59,6 +59,8 @@ class IdenticalModels(Finding):
     bytes: int
     sampled: bool
     chains: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    doubt: str = ""
+    """The first reason why the entry is not certainly the trace of a second ``prepare``."""
 
     def __str__(self) -> str:
         how = "every sampled byte" if self.sampled else "every byte"
@@ -70,8 +72,9 @@ class IdenticalModels(Finding):
     @property
     def advice(self) -> str:
         """Advice to give the number of models, which only the user knows."""
+        because = f"not deleted by itself, as {self.doubt}; " if self.doubt else ""
         return (
-            "if the script has fewer models, say how many: ckptfix repair DIR --models N "
+            f"{because}if the script has fewer models, say how many: ckptfix repair DIR --models N "
             "(an EMA copy or a target network is rightly equal: leave it)"
         )
 
@@ -235,6 +238,35 @@ class RelatedModels(Finding):
     @property
     def _diff(self) -> str:
         return f"ckptfix diff DIR/{self.original} DIR/{self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearlyEqualModels(RelatedModels):
+    """An entry with the keys of another inside a wrapper, of which a few tensors have other values."""
+
+    code = "related-models"
+    severity = Severity.WARNING
+
+    tensors: int
+    differing: int
+    sampled: bool
+
+    def __str__(self) -> str:
+        how = "in every sampled byte" if self.sampled else "in every byte"
+        return (
+            f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}': "
+            f"{count_of(self.tensors - self.differing, 'tensor')} of {self.tensors} "
+            f"{'equals' if self.tensors - self.differing == 1 else 'equal'} {how}, {self.differing} "
+            f"{'differs' if self.differing == 1 else 'differ'}, first {self.tensor!r}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to compare: a duplicate in which bytes changed, or a copy of a model of which little was trained."""
+        return (
+            "if the script prepared one model twice, bytes of one file changed since: load another checkpoint, or "
+            f"compare: {self._diff}; right for a copy of a model that is mostly frozen"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
