@@ -172,8 +172,10 @@ def differing_tensors(root: Path, pairing: Pairing, *, full: bool, most: int) ->
 
 
 def _fingerprints(pairing: Pairing, files: Files) -> dict[PurePosixPath, Fingerprint]:
-    known = {**pairing.kept.files, **pairing.other.files}
-    return {path: known[path].fingerprint for path in files}
+    return {
+        path: saved.files[path].fingerprint
+        for path, saved in zip(files, (pairing.kept, pairing.other), strict=True)
+    }
 
 
 @contextmanager

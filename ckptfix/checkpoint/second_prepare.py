@@ -8,7 +8,7 @@ checkpoints next to this one: a model that was prepared twice is equal in all of
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -39,7 +39,7 @@ Shape = tuple[int, ...]
 
 
 class TrainedParameter(NamedTuple):
-    """What an optimizer's state shows of one parameter.
+    """Facts in an optimizer's state about one parameter.
 
     ``shape``: of its largest moment, None without one. ``rate``: the learning rate that was saved, which is that of the
     next step; ``is_warming``: a scheduler has kept it below its first value. ``step``: None where the optimizer counts
@@ -200,7 +200,7 @@ _FSDP_STEM = "pytorch_model_fsdp"
 
 
 class History(NamedTuple):
-    """What other checkpoints of the run show of two equal entries.
+    """Facts in other checkpoints of the run about two equal entries.
 
     ``apart``: the name of one in which they differ, "" for none. ``is_moved``: the original had other values before.
     """
@@ -227,8 +227,8 @@ class Evidence:
         """Yield why an entry with the bytes of ``original`` may be the script's own, nothing for a second ``prepare``.
 
         These are independent facts, the cheapest first; each alone is enough to ask. ``links``: duplicates of the
-        original that are known already. ``size``: the bytes that were compared. A file that may not be read is no
-        doubt: nothing is repaired before it can be read, and what is unknown must not soften a verdict.
+        original that are known already. ``size``: the bytes that were compared. A file that may not be read raises no
+        doubt: nothing is repaired before it can be read, and the unknown must not soften a verdict.
         """
         if entry.name.stem == _FSDP_STEM:
             yield "FSDP adds no wrapper by which a second prepare() would show"
@@ -492,7 +492,7 @@ def _is_equal(root: Path, one: Component, other_root: Path, other: Component) ->
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
-def neighbours(home: Path) -> Iterator[tuple[str, bool, Path]]:
+def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     """Yield up to four other checkpoints of a run: the two next to this one, the first and the last.
 
     Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
@@ -509,9 +509,9 @@ def neighbours(home: Path) -> Iterator[tuple[str, bool, Path]]:
         if store is None or is_listed:
             names = subfolders(home.parent)
         else:
-            from ckptfix.storage.stores import open_store
+            from ckptfix.storage.images import prefixes_in
 
-            names = list(open_store(above).folders())
+            names = prefixes_in(above)
     except (CkptfixError, OSError):
         return  # whoever reads a checkpoint may not be allowed to list the folder above it
     numbers = sorted(

@@ -4,6 +4,7 @@ them.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, Protocol
 
@@ -76,7 +77,12 @@ def diagnose_models(
         found = _decided(_duplicates(evidence, entries, compare, drops, damaged, is_alone))
         found += _cut_short(evidence, entries)
         doubled = frozenset(finding.path for finding in found if isinstance(finding, DoubledModel))
-        findings += [*found, *_shifted(entries, doubled)]
+        shifted = _shifted(entries, doubled)
+        findings += (
+            replace(finding, shifts=True) if shifted and isinstance(finding, DoubledModel) else finding
+            for finding in found
+        )
+        findings += shifted
     folders = [entry.state for entry in numbered_folders(states, Role.MODEL)] if states else []
     ranks = {rank_of(path) for state in folders for path in state.data}
     findings += _duplicates(evidence, folders, compare, drops, damaged, len(ranks) == 1)

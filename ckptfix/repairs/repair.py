@@ -33,7 +33,13 @@ from ckptfix.diagnosis.check import (
 )
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
-from ckptfix.diagnosis.findings.duplicates import IdenticalModels, IdenticalStates, NestedPrefix
+from ckptfix.diagnosis.findings.duplicates import (
+    WRONG_IF,
+    DoubledModel,
+    IdenticalModels,
+    IdenticalStates,
+    NestedPrefix,
+)
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
@@ -593,9 +599,11 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"
     else:
         return _before_loading(steps, found)
+    is_default = any(DoubledModel.code in step.fixes for step in steps)
     return (
         f"the script {cause}: unchanged, it {failure}",
         "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
+        *((f"{WRONG_IF}; ckptfix undo brings it back",) if is_default else ()),
     )
 
 

@@ -138,6 +138,11 @@ def listing_of(url: str) -> Path:
     return image_of(url, complete=False)
 
 
+def prefixes_in(url: str) -> list[str]:
+    """Return the names of the prefixes right below a URL, by one listing. Raises UsageError, StoreError."""
+    return list(open_store(url).folders())
+
+
 @contextmanager
 def made(path: Path) -> Iterator[Path]:
     """Make the folder of a part of a listing, and yield its path; it is removed at the end. Any other path as it is."""

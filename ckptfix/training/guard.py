@@ -476,7 +476,7 @@ def _of_model(accelerator: Accelerator, model: Any) -> str:
     keys = ", its keys prefixed with 'module.'" if is_wrapped else ""
     return (
         f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, in twice the time and "
-        "space, and runs could not load each other's checkpoints"
+        "space, and models after it would get other numbers than in a script that prepares it once"
     )
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from ckptfix import CkptfixError, Policy, UsageError, check, repair, seal, undo, verify
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli import run as cli
 from ckptfix.diagnosis.policy import Keys
-from ckptfix.errors import ChangedError, JournalError, LockedError
+from ckptfix.errors import ChangedError, JournalError, LockedError, OperationError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.storage import images, object_copies, stores
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now
 from ckptfix.storage.stores import ObjectRange
+from tests.checkpoint.test_second_prepare import of_twin_towers, run_of
 from tests.sampling import one_of, sampled
 from tests.stores.servers import objects_of, upload_folder
 from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read, refusal
@@ -626,3 +628,31 @@ def test_a_seal_after_a_repair_where_the_bytes_travelled(memory: str) -> None:
     assert undo(memory, transfer=True).remaining == 1
     assert undo(memory, transfer=True).remaining == 0
     assert objects_of(store) == before
+
+
+def test_a_plan_that_would_add_a_finding_changes_no_object(bucket: Cloud, tmp_path: Path) -> None:
+    old = put(bucket, of_twin_towers(tmp_path / "checkpoint"))
+    keys = set(bucket.names())
+    policy = Policy(keep={Role.MODEL: 1})
+    for output in (None, "s3://simulated/run/copy"):
+        with pytest.raises(OperationError, match=r"there is a new finding: optimizer\.bin"):
+            repair(URL, policy=policy, output=output)
+        assert objects(bucket) == old
+        assert set(bucket.names()) == keys
+
+
+def test_neighbours_below_the_same_prefix_are_evidence(
+    bucket: Cloud, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checked alone, by the listing of the run, and by a repair, which downloads none of them."""
+    for is_copy, code in ((True, "identical-models"), (False, "doubled-model")):
+        bucket.__init__(1 << 10)  # type: ignore[misc]
+        for folder in run_of(tmp_path / str(is_copy), is_copy=is_copy):
+            for path in folder.iterdir():
+                bucket.write(f"run/{folder.name}/{path.name}", path.read_bytes())
+        last = "s3://simulated/run/checkpoint-15"
+        assert code in [finding.code for finding in check(last).findings]
+        capsys.readouterr()
+        assert cli(["check", "--recursive", "s3://simulated/run"]) == 1
+        assert capsys.readouterr().out.count(code) == (1 if is_copy else 3)
+        assert len(repair(last).steps) == (not is_copy)

@@ -24,22 +24,33 @@ class DoubledModel(Finding):
     tensors: int
     bytes: int
     sampled: bool
+    shifts: bool = False
+    """Later models have numbers that are too high, so that a corrected script needs the repair."""
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
         return (
             f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
-            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}); the script passed this "
-            f"model to prepare() twice"
+            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}), as a second prepare() of "
+            "the model leaves it"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to fix the script first: unchanged, it cannot resume from the repaired folder."""
-        return (
-            "after a repair the unchanged script looks for one model more than there is, and load_state fails; "
-            "first pass the model to prepare() once, or start the script with: ckptfix run SCRIPT"
+        """Advice on who needs the repair, what the unchanged script then lacks, and when the repair would be wrong."""
+        need = (
+            "a script that prepares the model once needs this repair, as later models have wrong numbers"
+            if self.shifts
+            else "a script that prepares the model once loads this folder, too: a repair only saves space"
         )
+        return (
+            f"{need}; after a repair load_state fails in the unchanged script: first pass the model to prepare() once, "
+            f"or start the script with: ckptfix run SCRIPT; {WRONG_IF}: ckptfix undo DIR brings it back"
+        )
+
+
+WRONG_IF = "this repair is wrong if the script keeps an equal copy of the model on purpose (an EMA, a target network)"
+"""The case in which the default repair deletes what the script needs: nothing in one checkpoint shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +275,8 @@ class NearlyEqualModels(RelatedModels):
     def advice(self) -> str:
         """Advice to compare: a duplicate in which bytes changed, or a copy of a model of which little was trained."""
         return (
-            "if the script prepared one model twice, bytes of one file changed since: load another checkpoint, or "
-            f"compare: {self._diff}; right for a copy of a model that is mostly frozen"
+            "right for a copy of a model that is mostly frozen; after a second prepare() of one model, bytes of one "
+            f"file have changed: load another checkpoint, or compare: {self._diff}"
         )
 
 
