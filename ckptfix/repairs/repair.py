@@ -603,7 +603,7 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
     return (
         f"the script {cause}: unchanged, it {failure}",
         "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
-        *((f"{WRONG_IF}; ckptfix undo brings it back",) if is_default else ()),
+        *((f"the deletion is {WRONG_IF}: then undo it",) if is_default else ()),
     )
 
 

@@ -61,7 +61,7 @@ class Finding(Serialized):
 
     @property
     def advice(self) -> str:
-        """The next step, "" where a plain repair does it, with ``DIR`` for the checkpoint."""
+        """The next step, a sentence a line, "" where a plain repair does it; with ``DIR`` for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""
 
     def advice_at(self, path: str) -> str:
@@ -78,7 +78,8 @@ class Finding(Serialized):
         ``at``: the checkpoint for the commands of its advice.
         """
         own = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
-        return {**Serialized.as_json(self), "advice": self.advice_at(at), **own}
+        advice = "; ".join(self.advice_at(at).splitlines())
+        return {**Serialized.as_json(self), "advice": advice, **own}
 
 
 def labelled(severity: Severity, code: str, message: str) -> Line:
@@ -93,8 +94,7 @@ def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
         same = list(group)
         shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
         yield from (labelled(finding.severity, finding.code, str(finding)) for finding in shown)
-        if advice:
-            yield line(f"        {advice}")
+        yield from (line(f"        {sentence}") for sentence in advice.splitlines())
         if len(shown) < len(same):
             yield line(
                 f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"

@@ -31,25 +31,27 @@ class DoubledModel(Finding):
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
         return (
             f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
-            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}), as a second prepare() of "
-            "the model leaves it"
+            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}); the script "
+            "passed this model to prepare() twice"
         )
 
     @property
     def advice(self) -> str:
-        """Advice on who needs the repair, what the unchanged script then lacks, and when the repair would be wrong."""
+        """Who needs the repair, what the unchanged script then lacks, and when the repair would be wrong."""
         need = (
-            "a script that prepares the model once needs this repair, as later models have wrong numbers"
+            "needed by a script that prepares the model once: later models have wrong numbers"
             if self.shifts
-            else "a script that prepares the model once loads this folder, too: a repair only saves space"
+            else "not needed to load: a script that prepares the model once loads this folder, too"
         )
         return (
-            f"{need}; after a repair load_state fails in the unchanged script: first pass the model to prepare() once, "
-            f"or start the script with: ckptfix run SCRIPT; {WRONG_IF}: ckptfix undo DIR brings it back"
+            f"{need}\n"
+            "after a repair, load_state fails in the unchanged script: prepare the model once, or start the script with: "
+            "ckptfix run SCRIPT\n"
+            f"{WRONG_IF}; to undo: ckptfix undo DIR"
         )
 
 
-WRONG_IF = "this repair is wrong if the script keeps an equal copy of the model on purpose (an EMA, a target network)"
+WRONG_IF = "wrong where the script keeps an equal copy on purpose (an EMA, a target network)"
 """The case in which the default repair deletes what the script needs: nothing in one checkpoint shows it."""
 
 
