@@ -31,6 +31,7 @@ from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.wording import list_names
 
 PLAIN_FOLDER = "a folder"
 """The kind of a sub-folder that Accelerate did not write."""
@@ -166,6 +167,11 @@ class CheckpointFolder:
     strays: tuple[PurePosixPath, ...]
     subfolders: Mapping[PurePosixPath, str]
     ranks: frozenset[int] = frozenset()
+
+    @property
+    def instead(self) -> str:
+        """Other files of a folder that holds no checkpoint, in words."""
+        return f"only {list_names(map(str, self.strays))}" if self.strays else "the folder is empty"
 
     @property
     def is_save_state(self) -> bool:

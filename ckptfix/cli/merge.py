@@ -7,8 +7,10 @@ from pathlib import Path
 
 import click
 
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.cli.report import Report
 from ckptfix.cli.verb_options import PATH, Verb
+from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
@@ -46,6 +48,8 @@ def merge_command(path: str, report: Report) -> int:
         results = PartialResults(default_folder(folder))
         request = results.request()
     if request is None:
+        # Without a checkpoint in it this command would end in an error, too.
+        ensure_checkpoint(scan_folder(folder), "merge")
         raise UsageError(
             f"{path} holds no results of shares: none has run, or they are merged already; next: "
             f"ckptfix seal {shell_path(Path(path))} --shard 0/2"

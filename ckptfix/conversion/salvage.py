@@ -111,8 +111,13 @@ class SalvageReceipt(Printable, Serialized):
 
     @property
     def next_steps(self) -> tuple[str, ...]:
-        """The commands to run before the new folder can be loaded."""
-        return tuple(command("repair", Path(self.output) / where) for where in self.unindexed)
+        """The steps before the new folder can be loaded, and what to do about losses."""
+        repairs = (command("repair", Path(self.output) / where) for where in self.unindexed)
+        if not self.lost:
+            return tuple(repairs)
+        load = "load_checkpoint_tolerant(model, FOLDER, policy=LoadPolicy(models='partial'))"
+        rest = f", or load the rest with ckptfix.{load}" if self.saved else ""
+        return (*repairs, f"take what is lost from another checkpoint of the run{rest}")
 
     @property
     def tensors(self) -> int:

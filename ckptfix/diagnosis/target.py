@@ -68,8 +68,7 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
             f"{folder.root} holds no file of a checkpoint: {why}; next: wait until it has ended, or save again"
         )
     if not folder.subfolders:
-        others = f": only {list_names(map(str, folder.strays))}" if folder.strays else ": the folder is empty"
-        raise UsageError(f"{folder.root} holds no file of a checkpoint{others}")
+        raise UsageError(f"{folder.root} holds no file of a checkpoint: {folder.instead}")
     names = f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
     next_step = f"to look into them: {command('check', folder.root, '', '--recursive')}"
     if verb != "check":

@@ -136,6 +136,8 @@ def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
 def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     folder, found = _opened(root, original=original, depth=0)
     if not found.weights:
+        if not (folder.components or folder.subfolders):
+            raise UsageError(f"{root} holds no weights of a model: {folder.instead}")
         below = ("--recursive",) if folder.subfolders and not folder.components else ()
         why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
         raise UsageError(f"{root} holds no weights of a model; {why}")

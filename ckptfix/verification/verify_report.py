@@ -308,6 +308,8 @@ class VerifyReport(Printable, Serialized):
                 "next: make what could not be read readable, or copy it again from where it came; then: "
                 f"{self.again or command('verify', self.path)}"
             )
+        if any(finding.is_fixable for finding in self.findings):
+            yield line(f"next: {command('repair', self.path)}")
         for code in sorted({one.code for one in self.values if one.severity is not Severity.NOTE}):
             yield line(f"next, as no repair mends values ({code}): {ADVICE[code]}")
         changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]

@@ -45,8 +45,8 @@ class DoubledModel(Finding):
         )
         return (
             f"{need}\n"
-            "after a repair, load_state fails in the unchanged script: prepare the model once, or start the script with: "
-            "ckptfix run SCRIPT\n"
+            "after a repair, load_state fails in the unchanged script: prepare the model once, or start the script "
+            "with: ckptfix run SCRIPT\n"
             f"{WRONG_IF}; to undo: ckptfix undo DIR"
         )
 
