@@ -99,7 +99,7 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
     def number(key: str, value: Any) -> float | None:
         """Return a number, or the one in a tensor of one element."""
         if type(value) in (int, float):
-            return float(value)
+            return float(max(min(value, _MOST), -_MOST))
         tensor = read_tensor(Text(key, 0, 0), value, known) if is_tensor(value) else None
         if tensor is None or tensor.dtype not in _NUMBER_FORMATS or (place := _place(file, tensor)) is None:
             return None
@@ -108,6 +108,7 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
 
     states = {_plain(key): one for key, one in pairs(child(root, "state")) if is_dict_like(one)}
     parameters: list[TrainedParameter] = []
+    left = len(file.tree.data)  # a few bytes can refer to one long list again and again
     # Each node once: a hostile pickle can refer to one dict a million times.
     groups = {id(one): one for one in items_of(child(root, "param_groups")) if is_dict_like(one)}
     for group in groups.values():
@@ -115,6 +116,9 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
         first = number("initial_lr", child(group, "initial_lr"))
         names = [name.value for name in items_of(child(group, "param_names")) if type(name) is Text]
         members = items_of(child(group, "params"))
+        left -= len(members) + len(names)
+        if left < 0:
+            return None
         for position, member in enumerate(members):
             key = _plain(member)
             state = states.pop(key, None)  # once, however often a hostile list names it
@@ -138,6 +142,9 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
     return OptimizerFacts(path=path, parameters=tuple(parameters))
 
 
+_MOST = 1e18
+"""Bound of numbers in a pickle, which can be longer than any float."""
+
 _NOT_OF_GRADIENTS = ("step", "step_size", "eta", "mu", "ax")
 """States that are not 0 without a gradient either (Rprop, ASGD)."""
 
@@ -155,7 +162,7 @@ def _place(file: TorchFile, tensor: PickledTensor) -> tuple[int, int] | None:
     return storage[0] + tensor.begin, storage[0] + tensor.end
 
 
-def parameters_of(model: Component) -> "dict[str, TensorInfo]":
+def _parameters_of(model: Component) -> "dict[str, TensorInfo]":
     """Return the tensors of a model that an optimizer can train, without known buffers and second names of one tensor.
 
     The keys are without the wrappers that all of them carry.
@@ -176,24 +183,6 @@ def parameters_of(model: Component) -> "dict[str, TensorInfo]":
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalisations. Others look like parameters."""
-
-
-def shapes_of(models: Iterable[Component]) -> "Counter[Shape]":
-    """Return the shapes of the parameters of models."""
-    return Counter(tensor.shape for model in models for tensor in parameters_of(model).values())
-
-
-def fits(facts: OptimizerFacts, models: Sequence[Component]) -> bool:
-    """Return whether all parameters of an optimizer can belong to these models together, by name and shape."""
-    every = [parameters_of(model) for model in models]
-    names = facts.names
-    if names:
-        keys = {name for known in every for name in known}
-        strip = KeyMap(remove=common_wrappers(names))
-        if not keys.issuperset(map(strip, names)):
-            return False
-    shapes = Counter(tensor.shape for known in every for tensor in known.values())
-    return not facts.shapes - shapes and len(facts.parameters) <= shapes.total()
 
 
 _FSDP_STEM = "pytorch_model_fsdp"
@@ -220,6 +209,7 @@ class Evidence:
         self.folder = folder
         self.manifest = manifest if manifest is not None and manifest.is_of_a_save else None
         self._home = home
+        self._known: dict[PurePosixPath, dict[str, TensorInfo]] = {}
 
     def doubts(
         self, original: Component, links: Iterable[Component], entry: Component, size: int
@@ -247,21 +237,20 @@ class Evidence:
             yield "they hold no byte that could differ"
         remaining = self._remaining(entry)
         for path, facts in self.optimizers.items():
-            if not fits(facts, remaining) and fits(facts, (*remaining, entry)):
+            if not self._fits(facts, remaining) and self._fits(facts, (*remaining, entry)):
                 yield f"{path} has parameters of both"
         optimizers = [one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries]
         for one in optimizers:
             if one.problem is not None and not is_unreadable(one):
-                yield f"{one.path} is damaged, so that its steps are unknown"
-        own = self._optimizers_of(original, remaining)
-        is_unknown = any(map(is_unreadable, optimizers))
+                yield f"the steps of {one.path} cannot be read"
         untrained = "no optimizer shows that the model was trained; until then an average equals it"
-        if not own and not is_unknown:
+        is_trained = any(map(is_unreadable, optimizers)) or self._is_trained(original, remaining)
+        if is_trained is None:
             yield untrained
         history = self._history(original, entry)
         if history.apart:
             yield f"they differ in {history.apart}"
-        if not (is_unknown or history.is_moved or self._is_trained(original, own, remaining)):
+        if not (is_trained or history.is_moved):
             yield untrained
 
     def has_moments(self, path: PurePosixPath) -> bool:
@@ -284,55 +273,53 @@ class Evidence:
         staying = {one.path for one in kept}
         every = sum((one.shapes for one in facts), Counter[Shape]())
         left = sum((one.shapes for one in facts if one.path in staying), Counter[Shape]())
-        wanted = shapes_of(models)
-        return all(fits(one, models) for one in facts) and wanted & every == wanted & left
+        wanted = self._shapes(models)
+        return all(self._fits(one, models) for one in facts) and wanted & every == wanted & left
 
     def _remaining(self, entry: Component) -> list[Component]:
         """Return the models in the list of an entry without those that have the keys of an earlier one in a wrapper."""
         entries = next(one for one in self.folder.entries(Role.MODEL) if entry in one)
         remaining: list[Component] = []
         for model in entries:
-            keys = parameters_of(model).keys()
             is_again = any(
-                is_wrapped_again(model.chain, one.chain) and parameters_of(one).keys() == keys
-                for one in entries
-                if one.name.index < model.name.index
+                is_wrapped_again(model.chain, one.chain)
+                and self._parameters(one).keys() == self._parameters(model).keys()
+                for one in remaining
             )
             if model is not entry and not is_again:
                 remaining.append(model)
         return remaining
 
-    def _optimizers_of(self, model: Component, remaining: Sequence[Component]) -> list[OptimizerFacts]:
-        """Return the optimizers of a model.
+    def _is_trained(self, model: Component, remaining: Sequence[Component]) -> bool | None:
+        """Return whether steps with gradients changed a model, None where no optimizer can be its own.
 
-        Those that fit no other model are its own. Else optimizers go to the models that they fit in the order of both,
-        as scripts prepare them: a later model without an optimizer, such as a frozen teacher, gets none.
+        An optimizer that fits no other model is its own. Of those that fit several models nothing shows which is whose:
+        then all of them must have trained, and there must be one left for this model, in the order in which scripts
+        prepare both. So a frozen teacher of the student's class has none.
         """
-        fitting = {
-            facts.path: [one for one in remaining if fits(facts, (one,)) or _own(facts, one, remaining)]
-            for facts in self.optimizers.values()
-        }
-        if alone := [path for path, models in fitting.items() if models == [model]]:
-            return [self.optimizers[path] for path in alone]
-        taken: dict[PurePosixPath, PurePosixPath] = {}
-        for path, models in fitting.items():
-            # Plain SGD keeps nothing that could show which of several models it belongs to.
-            if not self.optimizers[path].is_without_states:
-                free = next((one.path for one in models if one.path not in taken), None)
-                if free is not None:
-                    taken[free] = path
-        return [self.optimizers[taken[model.path]]] if model.path in taken else []
+        fitting = {facts.path: self._models_of(facts, remaining) for facts in self.optimizers.values()}
+        own = [self.optimizers[path] for path, models in fitting.items() if model in models]
+        alone = [facts for facts in own if fitting[facts.path] == [model]]
+        if alone:
+            return any(self._moves(facts, model, remaining) for facts in alone)
+        taken: list[Component] = []
+        for models in fitting.values():
+            taken += [one for one in models if one not in taken][:1]
+        # Plain SGD keeps nothing, so that neighbours could show the training of a model that is not its own.
+        if model not in taken or any(facts.is_without_states for facts in own):
+            return None
+        return all(self._moves(facts, model, remaining) for facts in own)
 
-    def _is_trained(
-        self, model: Component, own: Sequence[OptimizerFacts], remaining: Sequence[Component]
-    ) -> bool:
-        """Return whether steps with gradients changed a model, by its own optimizers."""
+    def _models_of(self, facts: OptimizerFacts, remaining: Sequence[Component]) -> list[Component]:
+        """Return the models that an optimizer may train: those with exactly its parameters, else all that it fits."""
+        fitting = [one for one in remaining if self._fits(facts, (one,)) or self._own(facts, one, remaining)]
+        return [one for one in fitting if self._shapes((one,)) == facts.shapes] or fitting
+
+    def _moves(self, facts: OptimizerFacts, model: Component, remaining: Sequence[Component]) -> bool:
+        """Return whether an optimizer made a step with a gradient that changed parameters of this model."""
         epochs = self._epochs / (self.folder.processes or 1)
-        return any(
-            self._is_moving(facts.path, [one for one in parameters if one.was_updated(epochs)])
-            for facts in own
-            for parameters in (facts.parameters if fits(facts, (model,)) else _own(facts, model, remaining),)
-        )
+        parameters = facts.parameters if self._fits(facts, (model,)) else self._own(facts, model, remaining)
+        return self._is_moving(facts.path, [one for one in parameters if one.was_updated(epochs)])
 
     def _is_moving(self, path: PurePosixPath, parameters: Sequence[TrainedParameter]) -> bool:
         """Return whether a sample of the moments of parameters has a number other than 0."""
@@ -351,13 +338,15 @@ class Evidence:
     @cached_property
     def _epochs(self) -> float:
         """The steps of the schedulers: of several the fewest, 0 without any."""
-        counts = [
-            child(one.content.tree.root, "last_epoch")
-            for entries in self.folder.entries(Role.SCHEDULER)
-            for one in entries
-            if isinstance(one.content, TorchFile)
-        ]
-        return min((count for count in counts if type(count) is int), default=0)
+        counts: list[float] = []
+        for entries in self.folder.entries(Role.SCHEDULER):
+            for one in entries:
+                if isinstance(one.content, TorchFile):
+                    with suppress(FormatError):  # its own finding reports its damage
+                        count = child(one.content.tree.root, "last_epoch")
+                        if type(count) is int:
+                            counts.append(min(count, _MOST))
+        return min(counts, default=0)
 
     def _history(self, original: Component, entry: Component) -> History:
         """Compare two equal entries in other checkpoints of the run, by samples.
@@ -420,6 +409,34 @@ class Evidence:
         except (FormatError, OSError):
             return {}
 
+    def _fits(self, facts: OptimizerFacts, models: Sequence[Component]) -> bool:
+        """Return whether all parameters of an optimizer can belong to these models together, by name and shape."""
+        if names := facts.names:
+            keys = {name for model in models for name in self._parameters(model)}
+            if not keys.issuperset(map(KeyMap(remove=common_wrappers(names)), names)):
+                return False
+        shapes = self._shapes(models)
+        return not facts.shapes - shapes and len(facts.parameters) <= shapes.total()
+
+    def _own(
+        self, facts: OptimizerFacts, model: Component, remaining: Sequence[Component]
+    ) -> list[TrainedParameter]:
+        """Return the parameters that only this one can have of the models that an optimizer trains together."""
+        others = [one for one in remaining if one is not model]
+        if self._fits(facts, others) or not self._fits(facts, (model, *others)):
+            return []
+        alien = self._shapes(others)
+        return [one for one in facts.parameters if one.shape is not None and one.shape not in alien]
+
+    def _shapes(self, models: Iterable[Component]) -> "Counter[Shape]":
+        """Return the shapes of the parameters of models."""
+        return Counter(tensor.shape for model in models for tensor in self._parameters(model).values())
+
+    def _parameters(self, model: Component) -> dict[str, TensorInfo]:
+        if model.path not in self._known:
+            self._known[model.path] = _parameters_of(model)
+        return self._known[model.path]
+
     @cached_property
     def optimizers(self) -> dict[PurePosixPath, OptimizerFacts]:
         """The optimizers whose state can be read, in order."""
@@ -448,15 +465,6 @@ class Evidence:
     def _recorded(self, entry: Component) -> ManifestEntry | None:
         models = self.manifest.models if self.manifest is not None else ()
         return next((recorded for recorded in models if recorded.file == str(entry.path)), None)
-
-
-def _own(facts: OptimizerFacts, model: Component, remaining: Sequence[Component]) -> list[TrainedParameter]:
-    """Return the parameters that only this one can have of the models that an optimizer trains together."""
-    others = [one for one in remaining if one is not model]
-    if fits(facts, others) or not fits(facts, (model, *others)):
-        return []
-    alien = shapes_of(others)
-    return [one for one in facts.parameters if one.shape is not None and one.shape not in alien]
 
 
 _MOST_SAMPLED = 32

@@ -144,10 +144,9 @@ class ScrubResult(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for damage, 3 for what could not be read, else 0."""
-        if any(not words.startswith(_UNREAD) for words in self.differences.values()):
-            return 1
-        return int(self.structure.get("status", 0)) or (3 if self.differences else 0)
+        """Exit status: 3 for what could not be read, else 1 for damage, else 0."""
+        of_data = (3 if words.startswith(_UNREAD) else 1 for words in self.differences.values())
+        return max(int(self.structure.get("status", 0)), *of_data, 0)
 
     @property
     def findings(self) -> list[Mapping[str, str]]:

@@ -198,6 +198,22 @@ def of_a_damaged_optimizer(folder: Path) -> Path:
     return folder
 
 
+def of_a_generator_that_waits(folder: Path, *, is_first: bool) -> Path:
+    """Save a generator without gradients yet, its average, and a critic of its class, with the optimizers of both."""
+    generator, critic = Net(), Net(1)
+    optimizers = [adamw(generator), adamw(critic)]
+    step(optimizers[0], scale=0.0)
+    step(optimizers[1])
+    return save(folder, [generator, wrap(generator), critic], optimizers if is_first else optimizers[::-1])
+
+
+def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
+    backbone, head = Net(), torch.nn.Linear(3, 4)
+    optimizer = adamw(head)
+    step(optimizer)
+    return save(folder, [backbone, wrap(backbone), head], [optimizer])
+
+
 @pytest.mark.parametrize(
     ("make", "doubt"),
     [
@@ -208,7 +224,10 @@ def of_a_damaged_optimizer(folder: Path) -> Path:
         (lambda folder: in_warm_up(folder, epochs=2, first=1.0, kind="SGD"), "no optimizer shows"),
         (lambda folder: of_gradients(folder, 0.0), "no optimizer shows"),
         (of_plain_sgd, "no optimizer shows"),
-        (of_a_damaged_optimizer, "optimizer.bin is damaged"),
+        (lambda folder: of_a_generator_that_waits(folder, is_first=True), "no optimizer shows"),
+        (lambda folder: of_a_generator_that_waits(folder, is_first=False), "no optimizer shows"),
+        (of_a_head_with_shapes_of_its_backbone, "no optimizer shows"),
+        (of_a_damaged_optimizer, "the steps of optimizer.bin cannot be read"),
         (of_twin_towers, "optimizer.bin has parameters of both"),
         (lambda folder: of_twin_towers(folder, "SGD"), "optimizer.bin has parameters of both"),
         (lambda folder: beside_a_trained_net(folder, empty(0, 3)), "they hold no byte that could differ"),

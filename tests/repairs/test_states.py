@@ -195,3 +195,48 @@ def test_an_optimizer_that_cannot_be_read_may_be_untrained(tmp_path: Path) -> No
         file.truncate(900)
     assert codes(folder) == ["truncated-file", "identical-models", "wrapper-prefix"]
     assert repair(folder).steps == ()
+
+
+def untrained(optimizer: Any, model: Any) -> Any:
+    """Let an optimizer step with gradients of zeros, as before a discriminator begins."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_equal_optimizers_of_discriminators_that_have_not_begun_stay(tmp_path: Path, is_twice: bool) -> None:
+    """Their moments are zeros, and so equal: the corrected script needs one for each model."""
+    generator = Pair(0)
+    critics = [Pair(seed, width=5, steps=0) for seed in (1, 2)]
+    optimizers = [untrained(one.optimizer, one.model) for one in critics]
+    models = [generator.model, generator.wrapped, *(one.model for one in critics)]
+    own = [generator.optimizer] * (1 + is_twice)
+    schedulers = [generator.scheduler] * (1 + is_twice) + [one.scheduler for one in critics]
+    folder = save(tmp_path / "c", models, [*own, *optimizers], schedulers)
+    receipt = repair(folder)
+    assert receipt.status == 0
+    assert len(loaded(folder, "pytorch_model")) == 3
+    expected = [one.state_dict() for one in (generator.optimizer, *optimizers)]
+    assert all(map(same, loaded(folder, "optimizer"), expected))
+    assert len(loaded(folder, "optimizer")) == len(loaded(folder, "scheduler")) == 3
+
+
+def test_two_optimizers_for_two_towers_stay(tmp_path: Path) -> None:
+    """Towers that begin alike and see one batch have equal moments for as long as they train."""
+    net = torch.nn.Module()
+    net.left, net.right = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    outer = torch.nn.Module()
+    outer.module = net
+    optimizers = [torch.optim.AdamW(tower.parameters()) for tower in (net.left, net.right)]
+    for tower, optimizer in zip((net.left, net.right), optimizers, strict=True):
+        for parameter in tower.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    folder = save(tmp_path / "c", [net, outer], optimizers)
+    receipt = repair(folder)
+    assert receipt.status == 1
+    assert [finding.code for finding in receipt.left] == ["surplus-states"]
+    assert len(loaded(folder, "pytorch_model")) == 1
+    assert len(loaded(folder, "optimizer")) == 2
