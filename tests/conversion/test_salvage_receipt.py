@@ -181,7 +181,7 @@ def test_a_folder_of_checkpoints_is_sent_to_a_command_that_works(tmp_path: Path)
         migrate(tmp_path / "trainer", tmp_path / "new", to="bin")
     shutil.rmtree(tmp_path / "trainer" / "checkpoint-2")
     shutil.rmtree(tmp_path / "trainer" / "checkpoint-4")
-    with pytest.raises(UsageError, match="holds no weights of a model: the folder is empty$"):
+    with pytest.raises(UsageError, match=r"holds no weights of a model: the folder is empty$"):
         diff(tmp_path / "trainer", tmp_path / "trainer")
 
 
