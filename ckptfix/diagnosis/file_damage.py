@@ -269,11 +269,11 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     if unsafe:
         return [UnsafePickle(path=component.path, globals=tuple(unsafe))]
     opcodes = file.tree.refused_opcodes
-    is_plain = file.container is None and component.role in (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
+    is_plain = file.container is None and component.role not in CUSTOM_CLASSES_ALLOWED
     if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:
         return []
     names = tuple(f"{module}.{name}" for module, name in unknown)
-    if component.name.is_of_trainer and component.role in _TRAINERS_PICKLES:
+    if component.name.is_of_trainer and component.role in _TRAINERS_PICKLES and not is_plain:
         return [TrainerPickle(path=component.path, globals=names or opcodes)]
     helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
     return [

@@ -183,9 +183,17 @@ def text(width: int, errors: str) -> Callable[[Machine], None]:
         if length > MAX_TEXT:
             machine.stack.append(_long_text(memoryview(machine.data)[begin : begin + length], errors))
         else:
-            _push_text(machine, site, machine.data[begin : begin + length].decode("utf-8", errors))
+            value = machine.data[begin : begin + length].decode("utf-8", errors)
+            if errors == "surrogateescape" and not value.isascii() and _has_escapes(value):
+                # torch.load decodes the strings of Python 2 as UTF-8, strictly.
+                machine.refused_targets.add(f"{opcode_name(machine.data[site])} of bytes that are not UTF-8")
+            _push_text(machine, site, value)
 
     return push
+
+
+def _has_escapes(value: str) -> bool:
+    return any("\udc80" <= char <= "\udcff" for char in value)
 
 
 def _long_text(raw: memoryview, errors: str) -> Node:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_zip
+from ckptfix.formats.pickle_calls import ensure_calls
 from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, TreeWalk, child
@@ -134,12 +135,22 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     Raises TruncatedError when it ends too early, UnsupportedFormat for one of a big-endian machine.
     """
     tree, offset, keys, position, parts = read_pickles(reader, first)
-    ranges, end = _ranges(reader, storages(tree), keys, position)
+    known = storages(tree)
+    ranges, end = _ranges(reader, known, keys, position)
+    for part in parts:
+        if part is not tree and part.persistent:
+            raise FormatError("a storage is named outside of the object of the legacy torch file")
+        ensure_calls(part, known)
+    if any(len(node.head) != 6 for node in tree.persistent):
+        raise FormatError("a storage of the legacy torch file is named as those of zip files are")
     # torch.load executes all five: a global in any of them is a global of the file, and a refusal of one refuses the
     # file.
     named = {name: at for part in parts for name, at in part.globals.items()}
-    refused = tuple(sorted({reason for part in parts for reason in part.refused_opcodes}))
-    return LegacyFile(replace(tree, globals=named, refused_opcodes=refused), offset, ranges, end)
+    refused = {reason for part in parts for reason in part.refused_opcodes}
+    if any(storage.type == "UntypedStorage" for storage in known.values()):
+        # torch.save writes one for uint16 and float8; the reader asks it for a dtype, and fails (up to 2.13).
+        refused.add("BINPERSID of an UntypedStorage")
+    return LegacyFile(replace(tree, globals=named, refused_opcodes=tuple(sorted(refused))), offset, ranges, end)
 
 
 def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
@@ -398,8 +409,11 @@ _VERSIONS = range(1, 11)
 """The versions that torch 2.13 reads (``kMinSupportedFileFormatVersion`` and its maximum)."""
 
 
-def _ensure_version(reader: FileReader, archive: TorchZip) -> None:
-    """Raise FormatError for an archive without a version, or with one that torch.load refuses."""
+def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
+    """Raise FormatError for an archive whose small records torch.load refuses.
+
+    ``PyTorchStreamReader::init`` needs a version, ``torch.serialization._load`` reads the alignment by ``int()``.
+    """
     records = {record.name.lower(): record for record in archive.records}
     root = archive.root.lower()
     record = records.get(f"{root}/.data/version") or records.get(f"{root}/version")
@@ -412,13 +426,21 @@ def _ensure_version(reader: FileReader, archive: TorchZip) -> None:
             f"the record version is {text[:16]!r}, which torch.load refuses (expected {_VERSIONS[0]} to "
             f"{_VERSIONS[-1]})"
         )
+    if (record := records.get(f"{root}/.storage_alignment")) is not None:
+        text = torch_zip.read_record(reader, record)
+        try:
+            int(text)
+        except ValueError:
+            raise FormatError(
+                f"the record .storage_alignment is {text[:16]!r}, which torch.load refuses (expected a number)"
+            ) from None
 
 
 def _read_zip(reader: FileReader) -> TorchFile:
     archive = torch_zip.read_zip(reader)
     if archive.is_torchscript:
         raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
-    _ensure_version(reader, archive)
+    _ensure_loadable(reader, archive)
     outside = [one.name for one in archive.records if not one.name.startswith(f"{archive.root}/")]
     if outside:  # PyTorchStreamReader::getAllRecords
         raise FormatError(
@@ -426,6 +448,10 @@ def _read_zip(reader: FileReader) -> TorchFile:
         )
     tree = parse(torch_zip.read_record(reader, archive.pickle))
     known = storages(tree)
+    if not archive.pickle.crc:  # a checksum that fits proves the pickle, for less than this walk takes
+        ensure_calls(tree, known)
+    if any(len(node.head) != 5 for node in tree.persistent):
+        raise FormatError("a storage of the torch zip file is named as those of legacy files are")
     if known and archive.big_endian:
         raise UnsupportedFormat("it was written on a big-endian machine")
     records = torch_zip.storage_records(archive)

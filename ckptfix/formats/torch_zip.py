@@ -37,6 +37,15 @@ STORED, DEFLATED = 0, 8
 NEEDS_ZIP64 = 45  # version 4.5
 IN_UTF8 = 0x800
 ENCRYPTED = 0x1
+_UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000
+"""Flags of entries that miniz refuses: encrypted, a patch, strongly encrypted, a masked local header."""
+
+_FOLDER = 0x10
+"""The attribute of MS-DOS that makes an entry a folder: miniz then reads none of its bytes, and reports no error."""
+
+_LEAST_END64 = END64.size - 12
+"""Least size that a ZIP64 end record may give for itself; the first 12 bytes are not counted."""
+
 _NEAR = 4096  # records closer than this are read many at a time ...
 _WINDOW = 1 << 18  # ... with this many bytes
 _BLOCK = 1 << 20
@@ -111,7 +120,9 @@ def read_end(reader: FileReader) -> EndRecords:
     limit = position
     if found >= LOCATOR.size and window.startswith(b"PK\6\7", found - LOCATOR.size):
         narrow = (disk, first_disk, here, count, size, offset)
-        limit = LOCATOR.unpack_from(window, found - LOCATOR.size)[2]
+        _, _, limit, disks = LOCATOR.unpack_from(window, found - LOCATOR.size)
+        if disks != 1:  # miniz: MZ_ZIP_UNSUPPORTED_MULTIDISK
+            raise FormatError(f"the zip archive claims to be one of {disks} volumes, so torch.load refuses it")
         disk, first_disk, here, count, size, offset = _read_end64(reader, limit, position, narrow)
     elif U32 in (size, offset) or count == U16:
         raise FormatError("the zip archive needs ZIP64 end records and has none")
@@ -191,9 +202,13 @@ def _read_end64(reader: FileReader, offset: int, before: int, narrow: tuple[int,
     """Return the six numbers of the ZIP64 end record, which must agree with those of the old one where it has any."""
     if offset + END64.size > before:
         raise FormatError(f"the ZIP64 end record is said to be at byte {offset}, behind its locator")
-    signature, _, _, _, *wide = END64.unpack(reader.read(offset, END64.size))
+    signature, size, _, _, *wide = END64.unpack(reader.read(offset, END64.size))
     if signature != b"PK\6\6":
         raise FormatError(f"there is no ZIP64 end record at byte {offset}")
+    if size < _LEAST_END64:
+        raise FormatError(
+            f"the ZIP64 end record is too short (expected {_LEAST_END64} bytes or more, found {size})"
+        )
     for small, large, unknown in zip(narrow, wide, (U16,) * 4 + (U32,) * 2, strict=True):
         if small not in (large, unknown):
             raise FormatError(f"the end records of the zip archive disagree: {small} and {large}")
@@ -209,21 +224,28 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
             raise FormatError(f"the zip directory ends inside the entry at byte {position} of it")
         (
             signature, _, _, flags, method, _, _, crc, packed, size,
-            name_length, extra_length, comment_length, _, _, _, offset,
+            name_length, extra_length, comment_length, disk, _, attributes, offset,
         ) = unpack(directory, position)  # fmt: skip
         name_end = position + head + name_length
         following = name_end + extra_length + comment_length
         if signature != b"PK\1\2" or following > total:
             raise FormatError(f"the zip directory is broken at byte {position} of it")
         name = _checked_name(directory[position + head : name_end])
-        if flags & ENCRYPTED or method not in (STORED, DEFLATED):
-            raise BeyondLimits(f"the zip record {name!r} is encrypted, or packed by method {method}")
+        if flags & _UNREADABLE or method not in (STORED, DEFLATED):
+            raise BeyondLimits(
+                f"torch.load refuses the zip record {name!r}: it is encrypted or a patch (flags {flags:#x}), or "
+                f"packed by method {method}"
+            )
+        if disk > 1:  # miniz takes 1 for the only volume, too
+            raise FormatError(f"the zip record {name!r} is in volume {disk}, so torch.load refuses the archive")
+        if attributes & _FOLDER and size and name[-1] != "/":
+            raise FormatError(f"the zip record {name!r} is marked as a folder, so torch.load reads none of it")
         if packed == U32 or size == U32 or offset == U32:
             size, packed, offset = _wide(
                 name, directory[name_end : name_end + extra_length], size, packed, offset
             )
-        if method == STORED and packed != size:
-            raise FormatError(f"the zip record {name!r} is stored, yet has {size} bytes in {packed}")
+        if packed != size and (method == STORED or not packed):
+            raise FormatError(f"the zip record {name!r} has {size} bytes, stored in {packed}")
         yield _as_record((name, method, crc, offset, 0, packed, size, position))
         position = following
     if position != total:
@@ -251,7 +273,7 @@ def _wide(name: str, extra: bytes, size: int, packed: int, offset: int) -> list[
     position = 0
     while position + 4 <= len(extra):
         length = int.from_bytes(extra[position + 2 : position + 4], "little")
-        if extra[position : position + 2] == b"\1\0":
+        if extra[position : position + 2] == b"\1\0" and position + 4 + length <= len(extra):
             values = extra[position + 4 : position + 4 + length]
             result = []
             for value in (size, packed, offset):

@@ -1,0 +1,218 @@
+"""The judge of a changed save: what stock readers make of it, in a process of its own, as ``check`` never imports torch.
+
+    python -m tests.fuzz.judge
+
+reads one JSON request a line and answers with one: ``{"verdict": "same" | "other" | "refused", "why": ...}``. A request
+names the format, the folder, the folder of the seed, and the files that differ. "same": all values equal the seed's.
+
+Our own pickles that no ``weights_only`` reads (DeepSpeed's, DCP's metadata, custom objects) are unpickled with the
+classes that the seed names, and with no others: a changed name is refused, never imported.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import pickle
+import resource
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_MEMORY = 12 << 30
+"""Most address space of the judge: a changed length must not fill the machine."""
+
+_FULL = ("custom_checkpoint", "sampler", "dl_state_dict")
+"""Beginnings of the names of files that accelerate loads with ``weights_only=False``."""
+
+
+class _Pickles:
+    """A stand-in for the module ``pickle`` that knows only the names which the seeds have."""
+
+    def __init__(self) -> None:
+        self.names: set[tuple[str, str]] = set()
+        self.is_learning = False
+        known = self
+
+        class Unpickler(pickle.Unpickler):
+            def find_class(self, module: str, name: str) -> Any:
+                if known.is_learning:
+                    known.names.add((module, name))
+                elif (module, name) not in known.names:
+                    raise pickle.UnpicklingError(f"the name {module}.{name} is not in the seed")
+                return super().find_class(module, name)
+
+        def load(file: Any, **options: Any) -> Any:
+            return Unpickler(file, **options).load()
+
+        self.module = types.ModuleType("pickle")
+        self.module.__dict__.update({**vars(pickle), "Unpickler": Unpickler, "load": load})
+
+
+class Judge:
+    """Stock readers, and the digests of the seeds' values."""
+
+    def __init__(self) -> None:
+        import numpy
+        import torch
+        import torch.distributed.checkpoint.filesystem as filesystem
+        import torch.distributed.tensor
+        from accelerate.utils.other import TORCH_SAFE_GLOBALS
+
+        self._torch = torch
+        self._numpy = numpy
+        self._pickles = _Pickles()
+        self._safe = TORCH_SAFE_GLOBALS
+        filesystem.pickle = self._pickles.module
+        real = torch.load
+
+        @functools.wraps(real)
+        def load(*args: Any, **options: Any) -> Any:
+            # DeepSpeed and DCP load objects with weights_only=False.
+            return real(*args, **options if options.get("weights_only") else {**options, "pickle_module": self._pickles.module})
+
+        torch.load = load
+        torch.set_num_threads(1)
+
+    @functools.cached_property
+    def _zero_to_fp32(self) -> Callable[..., Any]:
+        from tests.deepspeed_library import FOLDER
+
+        sys.path.append(str(FOLDER))
+        from deepspeed.utils import zero_to_fp32
+
+        function: Callable[..., Any] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+        return function
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019  one judge a process
+    def _of_seed(self, kind: str, seed: str, name: str) -> str:
+        self._pickles.is_learning = True
+        try:
+            return _digest(self._units(kind, Path(seed))[name](), self._torch)
+        finally:
+            self._pickles.is_learning = False
+
+    def verdict(self, kind: str, folder: str, seed: str, files: list[str]) -> tuple[str, str]:
+        """Return the verdict on the files that differ from those of the seed, and what is refused."""
+        is_same = True
+        units = self._units(kind, Path(folder))
+        names = {self._unit_of(kind, name) for name in files}
+        for name in sorted(names):
+            expected = self._of_seed(kind, seed, name)
+            try:
+                is_same &= _digest(units[name](), self._torch) == expected
+            except BaseException as error:  # as DCP's CheckpointException is one
+                # What DCP raises begins with a traceback, and ends with the reason.
+                lines = str(error).strip().splitlines() or [""]
+                why = lines[-1 if lines[0].startswith("CheckpointException") else 0]
+                return "refused", f"{name}: {type(error).__name__}: {why[:200]}"
+        return ("same" if is_same else "other"), ""
+
+    def _unit_of(self, kind: str, name: str) -> str:
+        if kind == "DCP":
+            return str(Path(name).parent)
+        if kind == "DeepSpeed" and Path(name).name.endswith("_states.pt"):
+            return "."
+        return "." if kind == "index.json" else name
+
+    def _units(self, kind: str, root: Path) -> dict[str, Callable[[], Any]]:
+        """Return what is read as one: each DCP folder, the files of DeepSpeed, an index with its shards, or a file."""
+        files = [path for path in root.rglob("*") if path.is_file()]
+        units = {str(path.relative_to(root)): functools.partial(self._file, path) for path in files}
+        if kind == "DCP":
+            return {str(path.parent.relative_to(root)): functools.partial(self._dcp, path.parent) for path in files}
+        if kind == "DeepSpeed":
+            units["."] = functools.partial(self._zero_to_fp32, str(root))
+        elif kind == "index.json":
+            units["."] = functools.partial(self._sharded, root)
+        return units
+
+    def _file(self, path: Path) -> Any:
+        torch = self._torch
+        if path.suffix == ".safetensors":
+            import safetensors
+
+            with safetensors.safe_open(path, "pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if path.suffix == ".json":
+            return json.loads(path.read_text())
+        if path.name.startswith(_FULL):
+            return torch.load(path, weights_only=False)
+        allowed = self._safe if path.name.startswith("random_states") else []
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, weights_only=True)
+
+    def _sharded(self, root: Path) -> Any:
+        (path,) = root.glob("*.index.json")
+        listed = json.loads(path.read_text())["weight_map"]
+        values = {}
+        for name in sorted(set(listed.values())):
+            values |= {(name, key): tensor for key, tensor in self._file(root / name).items()}
+        return {key: values[name, key] for key, name in listed.items()} | {"": len(values)}
+
+    def _dcp(self, folder: Path) -> Any:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+        state: dict[str, Any] = {}
+        _load_state_dict(
+            state,
+            storage_reader=FileSystemReader(folder),
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+        return state
+
+
+def _digest(value: Any, torch: Any) -> str:
+    """Return a digest of a value: of the types, shapes and bytes in it."""
+    seen = hashlib.blake2b()
+    for part in _parts(value, torch, 0):
+        seen.update(part)
+        seen.update(b"\0")
+    return seen.hexdigest()
+
+
+def _parts(value: Any, torch: Any, depth: int) -> Iterator[bytes]:
+    yield type(value).__name__.encode()
+    if depth > 30:
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _parts(key, torch, depth + 1)
+            yield from _parts(item, torch, depth + 1)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _parts(item, torch, depth + 1)
+    elif isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif hasattr(value, "__dict__"):
+        yield from _parts(vars(value), torch, depth + 1)
+    else:
+        yield repr(value).encode("utf-8", "surrogatepass")
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # Warnings of torch and of the libraries would fill the pipe.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    judge = Judge()
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    print("{}", file=answers)
+    for line in sys.stdin:
+        try:
+            verdict, why = judge.verdict(**json.loads(line))
+        except Exception as error:  # the seed itself
+            verdict, why = "broken", repr(error)
+        print(json.dumps({"verdict": verdict, "why": why}), file=answers)
+
+
+if __name__ == "__main__":
+    main()
