@@ -43,7 +43,7 @@ from ckptfix.wording import Line, Printable, count_of, few, human_size, line, un
 _GENERIC = ("values of tensors", "checksums of ", "local headers of ")
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
-_SPARED = "local headers of records in torch zip files of a store; ckptfix check --data reads them"
+_SPARED = "local headers of records in torch zip files and .distcp files of a store; ckptfix check --data reads them"
 
 _OF_FOLDER = ("other files next to it", "digests in ")
 """Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""

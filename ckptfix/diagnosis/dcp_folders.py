@@ -38,16 +38,16 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT, is_undecided, nested_evidence
 from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_items import dcp_problems
+from ckptfix.formats.dcp_items import ItemCheck, dcp_problems
 from ckptfix.formats.dcp_metadata import DcpMetadata
-from ckptfix.formats.dcp_stream import StoredItem
+from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import FileReader, open_reader, spared
 from ckptfix.wording import count_of, list_names
 
 
@@ -161,8 +161,8 @@ def diagnose_items(
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose items are not tensors, and with ``data`` those with a changed byte.
 
-    A tensor begins as a zip archive of ``torch.save``, or as safetensors. Only its first bytes are read, with
-    ``data`` all bytes of every item.
+    A tensor begins as a zip archive of ``torch.save``, or as safetensors. All of an item but the numbers of its tensor
+    is read, with ``data`` all bytes; of an object in a store the first bytes alone.
 
     Returns these and the files that may not be read, with the reason. ``progress`` is called with byte
     counts. ``diagnose_dcp_folders`` reports truncated and missing files.
@@ -170,18 +170,23 @@ def diagnose_items(
     files = [
         (state, path, items)
         for state in states
-        for path, items in _by_file(state, data=data).items()
+        for path, items in _by_file(state).items()
         if path not in state.broken and path not in state.unreadable
     ]
 
     left = left_records()
+    check = ItemCheck()
 
     def work(number: int, progress: Progress | None) -> list[list[Any]]:
-        _, path, items = files[number]
+        state, path, items = files[number]
         try:
             with open_reader(root / path) as reader:
                 records: list[list[int]] | None = None if left is None else []
-                results = [_packed(one) for one in _of_file(reader, path, items, data, records, progress)]
+                chunks = _chunks(state)
+                results = [
+                    _packed(one)
+                    for one in _of_file(reader, path, items, chunks, check, data, records, progress)
+                ]
                 return [*results, *([_LEFT, *one] for one in records or ())]
         except OSError as error:
             return [[_REFUSED, unreadable(root / path, error)]]
@@ -229,8 +234,19 @@ def _unpacked(path: PurePosixPath, code: str, facts: Sequence[Any]) -> Finding:
     return NotATensorFile(path=path, content=facts[0])
 
 
-def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:
-    """Return the items in each existing file, by offset: all with ``data``, else tensors."""
+_Chunks = Mapping[tuple[str, tuple[int, ...] | None], tuple[Chunk, str | None]]
+"""Name and first index of a part of a tensor -> the part, and the dtype of the tensor."""
+
+
+def _chunks(state: DcpFolder) -> _Chunks:
+    tensors = state.metadata.tensors if state.metadata is not None else ()
+    return {
+        (tensor.fqn, chunk.offsets): (chunk, tensor.dtype) for tensor in tensors for chunk in tensor.chunks
+    }
+
+
+def _by_file(state: DcpFolder) -> Mapping[PurePosixPath, list[StoredItem]]:
+    """Return the items in each existing file, by offset."""
     found: dict[PurePosixPath, list[StoredItem]] = {}
     by_file = state.metadata.items_by_file() if state.metadata is not None else {}
     for name, items in by_file.items():
@@ -240,10 +256,7 @@ def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[Sto
         held = [
             item
             for item in items
-            if (data or item.offsets is not None)
-            and item.offset + item.length <= size
-            and item.length
-            and not item.transforms
+            if item.offset + item.length <= size and item.length and not item.transforms
         ]
         if held:
             found[path] = sorted(held, key=lambda item: item.offset)
@@ -251,18 +264,35 @@ def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[Sto
 
 
 def _of_file(
-    reader: FileReader, path: PurePosixPath, items: list[StoredItem], data: bool,
+    reader: FileReader, path: PurePosixPath, items: list[StoredItem], chunks: _Chunks, check: ItemCheck, data: bool,
     records: list[list[int]] | None, progress: Progress | None,
 ) -> Iterator[Finding]:  # fmt: skip
     begins: dict[int, bytes] = {}
     for item in items:
-        if item.offset not in begins:
+        if item.offset not in begins and (data or item.offsets is not None):
             begins[item.offset] = reader.read(item.offset, min(_HEAD, reader.size - item.offset))
     tensors = [item for item in items if item.offsets is not None]
     bad = [item for item in tensors if not _begins_as_one(begins[item.offset])]
     if bad:
         yield _no_tensors(reader, path, tensors, bad)
-    if data and not bad:
+        return
+    if reader.fd >= 0:
+        wrong = [
+            (item, problem)
+            for item in items
+            if item.offsets is None or begins[item.offset].startswith(_ZIP)
+            for chunk, dtype in (chunks.get((item.fqn, item.offsets), (None, None)),)
+            if (problem := check.problem(reader, item, chunk, dtype))
+        ]
+        if wrong:
+            item, problem = wrong[0]
+            others = f"; so are {len(wrong) - 1} others" if len(wrong) > 1 else ""
+            detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {problem}{others}"
+            yield MalformedFile(path=path, detail=detail)
+            return
+    elif (count := spared()) is not None:  # each item would cost a request or two
+        count.headers += len(items)
+    if data:
         yield from _changed(reader, path, items, begins, records, progress)
 
 

@@ -260,9 +260,8 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
                 if not is_own and not (is_of_fsdp and (module, name) in SAFE_IN_FSDP):
                     unknown.append((module, name))
             case GlobalSafety.SAFE_IN_RNG_STATE:
-                if (
-                    component.role is Role.UNKNOWN or component.name.is_of_trainer
-                ):  # accelerate allows these in the files that it loads itself
+                # accelerate allows these in the files that it loads itself, but for those of FSDP's ranks.
+                if component.role is Role.UNKNOWN or component.name.is_of_trainer or is_of_fsdp:
                     unknown.append((module, name))
             case GlobalSafety.SAFE:
                 pass

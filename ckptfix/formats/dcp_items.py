@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_metadata import GROUPS_KEY, DcpMetadata, DcpTensor
 from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like
 from ckptfix.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.formats.torch_file import Appended, TorchFile, read_torch_file
+from ckptfix.formats.torch_file import Appended, TorchFile, crc_mismatches, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_record, read_zip, storage_records
 from ckptfix.storage.reading import FileReader
@@ -190,6 +190,73 @@ def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
     size = known.tail_start - known.saved.storage[0]
     return known.saved._replace(record=(size, crc) if crc else (0, 0))
 
+
+class ItemCheck:
+    """Check of items by all but the numbers of tensors: DCP loads each by ``torch.load`` of its bytes alone.
+
+    An item that equals an earlier one but for its numbers is compared with it: a save of 400 ranks has a million items.
+    """
+
+    def __init__(self) -> None:
+        """Start without any known item."""
+        self._known: dict[tuple[int, Chunk | None, str | None], KnownItem] = {}
+        self._seen: set[bytes] = set()
+
+    def problem(
+        self, reader: FileReader, item: StoredItem, chunk: Chunk | None = None, dtype: str | None = None
+    ) -> str:
+        """Return what is wrong with an item, "" for nothing. ``chunk``, ``dtype``: of a tensor, by the metadata."""
+        key = (item.length, chunk, dtype)
+        known = self._known.get(key)
+        if known is not None and _is_same_but_data(known, reader, item):
+            return ""
+        window = reader.window(item.offset, item.length)
+        raw = b""
+        try:
+            if chunk is None and item.length <= _SMALL_ITEM:
+                raw = window.read(0, item.length)
+                if raw in self._seen:
+                    return ""
+            file = read_item(reader, item)
+            if file.trailing:
+                return f"{file.trailing} bytes follow its end"
+            for name, _ in crc_mismatches(file, window, every_record=False):
+                return f"its record {name!r:.80} does not have the CRC it was written with"
+            if chunk is not None:
+                return self._tensor_problem(window, key)
+        except BeyondLimits as error:
+            return str(error)
+        except UnsupportedFormat:
+            return ""  # an intact object that only torch reads
+        except FormatError as error:
+            return str(error)
+        if raw and len(self._seen) < _MAX_SHAPES:
+            self._seen.add(raw)
+        return ""
+
+    def _tensor_problem(self, window: FileReader, key: tuple[int, Chunk | None, str | None]) -> str:
+        _, chunk, dtype = key
+        archive, record, saved = _saved_tensor(window)
+        if chunk is not None and saved.shape != chunk.lengths:
+            return f"it has the shape {list(saved.shape)}, its metadata says {list(chunk.lengths)}"
+        if dtype is not None and saved.dtype != dtype:
+            return f"it has the dtype {saved.dtype}, its metadata says {dtype}"
+        learned = _learned(window, archive, record, saved)
+        if learned is not None and len(self._known) < _MAX_SHAPES:
+            self._known[key] = learned
+        return ""
+
+
+def _is_same_but_data(known: KnownItem, reader: FileReader, item: StoredItem) -> bool:
+    begin = item.offset + known.tail_start
+    tail = reader.read(begin, item.offset + item.length - begin)
+    return reader.read(item.offset, len(known.head)) == known.head and all(
+        tail.startswith(part, at) for at, part in known.tail
+    )
+
+
+_SMALL_ITEM = 1 << 14
+"""Longest item of an object whose bytes are remembered: an option of a group is saved once for each parameter."""
 
 MAX_ITEM = 1 << 26
 """Longest item that is read, in bytes. The names of a million parameters take about 40 million."""

@@ -412,7 +412,8 @@ _VERSIONS = range(1, 11)
 def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
     """Raise FormatError for an archive whose small records torch.load refuses.
 
-    ``PyTorchStreamReader::init`` needs a version, ``torch.serialization._load`` reads the alignment by ``int()``.
+    ``PyTorchStreamReader::init`` needs a version; ``torch.serialization._load`` reads the alignment by ``int()`` and
+    the id of the save as UTF-8.
     """
     records = {record.name.lower(): record for record in archive.records}
     root = archive.root.lower()
@@ -426,14 +427,14 @@ def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
             f"the record version is {text[:16]!r}, which torch.load refuses (expected {_VERSIONS[0]} to "
             f"{_VERSIONS[-1]})"
         )
-    if (record := records.get(f"{root}/.storage_alignment")) is not None:
-        text = torch_zip.read_record(reader, record)
-        try:
-            int(text)
-        except ValueError:
-            raise FormatError(
-                f"the record .storage_alignment is {text[:16]!r}, which torch.load refuses (expected a number)"
-            ) from None
+    for name, read in ((".storage_alignment", int), (".data/serialization_id", bytes.decode)):
+        record = records.get(f"{root}/{name}")
+        if record is not None and not record.crc:  # else its checksum tells
+            text = torch_zip.read_record(reader, record)
+            try:
+                read(text)
+            except ValueError:
+                raise FormatError(f"the record {name} is {text[:16]!r}, which torch.load refuses") from None
 
 
 def _read_zip(reader: FileReader) -> TorchFile:

@@ -17,7 +17,7 @@ import pickle
 import resource
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class Judge:
                 # What DCP raises begins with a traceback, and ends with the reason.
                 lines = str(error).strip().splitlines() or [""]
                 why = lines[-1 if lines[0].startswith("CheckpointException") else 0]
-                return "refused", f"{name}: {type(error).__name__}: {why[:200]}"
+                return "refused", f"{name}: {type(error).__name__}: {why[:1000]}"
         return ("same" if is_same else "other"), ""
 
     def _unit_of(self, kind: str, name: str) -> str:
@@ -120,7 +120,9 @@ class Judge:
     def _units(self, kind: str, root: Path) -> dict[str, Callable[[], Any]]:
         """Return what is read as one: each DCP folder, the files of DeepSpeed, an index with its shards, or a file."""
         files = [path for path in root.rglob("*") if path.is_file()]
-        units = {str(path.relative_to(root)): functools.partial(self._file, path) for path in files}
+        # accelerate allows arrays of numpy in each file that it loads itself (``utils/other.py``).
+        allowed = () if kind in ("Trainer", "FSDP per rank") else self._safe
+        units = {str(path.relative_to(root)): functools.partial(self._file, path, allowed) for path in files}
         if kind == "DCP":
             return {str(path.parent.relative_to(root)): functools.partial(self._dcp, path.parent) for path in files}
         if kind == "DeepSpeed":
@@ -129,7 +131,7 @@ class Judge:
             units["."] = functools.partial(self._sharded, root)
         return units
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, path: Path, allowed: Sequence[Any] = ()) -> Any:
         torch = self._torch
         if path.suffix == ".safetensors":
             import safetensors
@@ -140,8 +142,7 @@ class Judge:
             return json.loads(path.read_text())
         if path.name.startswith(_FULL):
             return torch.load(path, weights_only=False)
-        allowed = self._safe if path.name.startswith("random_states") else []
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals(list(allowed)):
             return torch.load(path, weights_only=True)
 
     def _sharded(self, root: Path) -> Any:
