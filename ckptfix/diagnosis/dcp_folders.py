@@ -281,13 +281,16 @@ def _of_file(
             (item, problem)
             for item in items
             if item.offsets is None or begins[item.offset].startswith(_ZIP)
-            for chunk, dtype in (chunks.get((item.fqn, item.offsets), (None, None)),)
-            if (problem := check.problem(reader, item, chunk, dtype))
+            for problem in (check.problem(reader, item, *chunks.get((item.fqn, item.offsets), (None, None))),)
+            if problem is not None and not (data and problem.record)  # all CRCs follow
         ]
         if wrong:
             item, problem = wrong[0]
-            others = f"; so are {len(wrong) - 1} others" if len(wrong) > 1 else ""
-            detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {problem}{others}"
+            if problem.record:
+                yield CrcMismatch(path=path, record=problem.record, tensors=(item.fqn,))
+                return
+            others = f"; {count_of(len(wrong) - 1, 'other item')} too" if len(wrong) > 1 else ""
+            detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {problem.detail}{others}"
             yield MalformedFile(path=path, detail=detail)
             return
     elif (count := spared()) is not None:  # each item would cost a request or two

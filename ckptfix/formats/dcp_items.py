@@ -191,6 +191,13 @@ def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
     return known.saved._replace(record=(size, crc) if crc else (0, 0))
 
 
+class ItemProblem(NamedTuple):
+    """What is wrong with an item, in words; with the name of a record whose bytes do not have their CRC."""
+
+    detail: str
+    record: str = ""
+
+
 class ItemCheck:
     """Check of items by all but the numbers of tensors: DCP loads each by ``torch.load`` of its bytes alone.
 
@@ -204,47 +211,44 @@ class ItemCheck:
 
     def problem(
         self, reader: FileReader, item: StoredItem, chunk: Chunk | None = None, dtype: str | None = None
-    ) -> str:
-        """Return what is wrong with an item, "" for nothing. ``chunk``, ``dtype``: of a tensor, by the metadata."""
+    ) -> ItemProblem | None:
+        """Return what is wrong with an item. ``chunk``, ``dtype``: of a tensor, by the metadata."""
         key = (item.length, chunk, dtype)
         known = self._known.get(key)
         if known is not None and _is_same_but_data(known, reader, item):
-            return ""
+            return None
         window = reader.window(item.offset, item.length)
         raw = b""
         try:
             if chunk is None and item.length <= _SMALL_ITEM:
                 raw = window.read(0, item.length)
                 if raw in self._seen:
-                    return ""
+                    return None
             file = read_item(reader, item)
             if file.trailing:
-                return f"{file.trailing} bytes follow its end"
+                return ItemProblem(f"{file.trailing} bytes follow its end")
             for name, _ in crc_mismatches(file, window, every_record=False):
-                return f"its record {name!r:.80} does not have the CRC it was written with"
+                return ItemProblem(f"its record {name!r:.80} does not have its CRC", name)
             if chunk is not None:
-                return self._tensor_problem(window, key)
-        except BeyondLimits as error:
-            return str(error)
-        except UnsupportedFormat:
-            return ""  # an intact object that only torch reads
+                return self._tensor_problem(window, chunk, dtype)
         except FormatError as error:
-            return str(error)
+            if isinstance(error, UnsupportedFormat) and not isinstance(error, BeyondLimits):
+                return None  # an intact object that only torch reads
+            return ItemProblem(str(error))
         if raw and len(self._seen) < _MAX_SHAPES:
             self._seen.add(raw)
-        return ""
+        return None
 
-    def _tensor_problem(self, window: FileReader, key: tuple[int, Chunk | None, str | None]) -> str:
-        _, chunk, dtype = key
+    def _tensor_problem(self, window: FileReader, chunk: Chunk, dtype: str | None) -> ItemProblem | None:
         archive, record, saved = _saved_tensor(window)
-        if chunk is not None and saved.shape != chunk.lengths:
-            return f"it has the shape {list(saved.shape)}, its metadata says {list(chunk.lengths)}"
+        if saved.shape != chunk.lengths:
+            return ItemProblem(f"it has the shape {list(saved.shape)}, its metadata says {list(chunk.lengths)}")
         if dtype is not None and saved.dtype != dtype:
-            return f"it has the dtype {saved.dtype}, its metadata says {dtype}"
+            return ItemProblem(f"it has the dtype {saved.dtype}, its metadata says {dtype}")
         learned = _learned(window, archive, record, saved)
         if learned is not None and len(self._known) < _MAX_SHAPES:
-            self._known[key] = learned
-        return ""
+            self._known[window.size, chunk, dtype] = learned
+        return None
 
 
 def _is_same_but_data(known: KnownItem, reader: FileReader, item: StoredItem) -> bool:

@@ -29,6 +29,7 @@ from ckptfix.formats.dcp_stream import (
     torch_dtype_of,
     words_for,
 )
+from ckptfix.formats.pickle_globals import DTYPES
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, pairs
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
@@ -134,10 +135,41 @@ def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMet
     return _metadata(parse(data))
 
 
+_CHECKPOINT = "torch.distributed.checkpoint"
+_NAMES = {
+    f"{_CHECKPOINT}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+    "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_CHECKPOINT}.filesystem": "_StorageInfo",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib._local": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "collections": "OrderedDict",
+}
+"""Module -> what the planners and writers of torch 2.0 to 2.13 name of it."""
+
+
 def _metadata(tree: PickleTree) -> DcpMetadata:
+    unknown = [f"{module}.{name}" for module, name in tree.globals if not _is_known(module, name)]
+    if any(name.startswith(("torch.", "pathlib.")) for name in unknown):
+        # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not exist.
+        raise BeyondLimits(f"it names {unknown[0]:.200}, which torch up to 2.13 does not write there")
     if not is_instance(tree.root, "Metadata"):
         raise FormatError("a pickle, but none of torch.distributed.checkpoint: no Metadata at its root")
-    return _Reading(tree).metadata()
+    try:
+        return _Reading(tree).metadata()
+    except BeyondLimits:
+        raise
+    except UnsupportedFormat as error:
+        if unknown:
+            raise  # a planner or a writer of another package
+        raise FormatError(str(error)) from None
+
+
+def _is_known(module: str, name: str) -> bool:
+    return name in _NAMES.get(module, "").split() or (module == "torch" and name in DTYPES)
 
 
 class _Reading:
@@ -163,13 +195,16 @@ class _Reading:
                 )
         _check_unique([*tensors, *items])
         stored = self._stored(root)
+        planned = None if root.get("planner_data") is None else self._planned(root)
+        if planned is not None:
+            _ensure_nested({one.fqn: one.path for one in planned}, [one.fqn for one in (*tensors, *items)])
         meta = root.get("storage_meta")
         save_id = fields_of(meta).get("save_id") if is_instance(meta, "StorageMeta") else None
         return DcpMetadata(
             tree=self._tree,
             tensors=tuple(tensors),
             items=tuple(items),
-            planned=None if root.get("planner_data") is None else self._planned(root),
+            planned=planned,
             stored=stored,
             version=text_of(root.get("version")),
             save_id=text_of(save_id),
@@ -274,6 +309,26 @@ class _Reading:
             found.append(PlannedPath(name.value, path, sites, name.site))
         _check_unique(found)
         return tuple(found)
+
+
+def _ensure_nested(paths: Mapping[str, tuple[str | int, ...]], names: Sequence[str]) -> None:
+    """Raise FormatError where the paths do not make the state dict that was saved.
+
+    ``set_element`` of ``_traverse.py`` puts every item at its path, and ``flatten_state_dict`` makes its name of that
+    again: a list has every index from 0, a dict no numbers, and nothing is both an item and a container.
+    """
+    inside: dict[tuple[str | int, ...], set[str | int]] = {}
+    for name in names:
+        path = paths.get(name, (name,))
+        for depth in range(len(path)):
+            inside.setdefault(path[:depth], set()).add(path[depth])
+    for where, steps in inside.items():
+        numbers = [step for step in steps if type(step) is int]
+        if numbers and (not where or sorted(numbers) != list(range(len(steps)))):
+            raise FormatError(f"planner_data does not count the items of {'.'.join(map(str, where))!r:.200}")
+    for name in names:
+        if paths.get(name, (name,)) in inside:
+            raise FormatError(f"planner_data has {name!r:.200} as an item and as a dict")
 
 
 class _Named(Protocol):

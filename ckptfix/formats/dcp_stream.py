@@ -22,6 +22,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeGuard
 
 from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.pickle_globals import DTYPES
 from ckptfix.formats.pickle_opcodes import HANDLERS, MAX_TEXT, MISSING, Machine
 from ckptfix.formats.pickle_stream import parse, paused_gc, run
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text
@@ -218,12 +219,20 @@ def fields_of(node: Node) -> dict[str, Any]:
 
 
 def torch_dtype_of(properties: object) -> str:
-    """Return the name of a dtype, the first value of ``TensorProperties.__getstate__``."""
+    """Return the name of a dtype, the first value of ``TensorProperties.__getstate__``.
+
+    Raises FormatError for a state that its ``__setstate__`` refuses: dtype, layout, whether it has gradients, the
+    memory format as a number of an enum, whether it is pinned.
+    """
     if is_instance(properties, "TensorProperties"):
-        state = (properties.states or [None])[0]
-        dtype = state[0] if type(state) is tuple and state else None
-        if type(dtype) is Node and dtype.kind is Kind.GLOBAL and dtype.head[0] == "torch":
-            return str(dtype.head[1])
+        states = properties.states or [None]
+        state = states[0] if len(states) == 1 else None
+        dtype, _, _, memory, _ = state if type(state) is tuple and len(state) == 5 else (None,) * 5
+        is_format = type(memory) is Node and memory.kind is Kind.CALL and memory.args in ((0,), (1,), (2,))
+        if type(dtype) is Node and dtype.kind is Kind.GLOBAL and is_format:
+            module, name = dtype.head
+            if module == "torch" and name in DTYPES:
+                return str(name)
     raise FormatError(f"the properties of a tensor name no dtype of torch's: {words_for(properties)}")
 
 

@@ -159,6 +159,9 @@ _DTYPES = """
     float4_e2m1fn_x2 complex32 complex64 complex128 bool qint8 qint32 quint8 quint4x2 quint2x4
     bits1x8 bits2x4 bits4x2 bits8 bits16 int1 int2 int3 int4 int5 int6 int7 int8 int16 int32 int64
     uint1 uint2 uint3 uint4 uint5 uint6 uint7 uint8 uint16 uint32 uint64"""
+DTYPES = frozenset(_DTYPES.split())
+"""Names of the dtypes of torch."""
+
 SAFE = frozenset(
     _named("collections", "OrderedDict Counter")
     | _named("builtins", "bytearray set complex")
