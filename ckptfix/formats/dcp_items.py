@@ -47,7 +47,7 @@ class SavedTensor(NamedTuple):
 class KnownItem(NamedTuple):
     """An item that was read in full: the bytes and offsets that an equal item must have.
 
-    ``crc``: where in the tail the CRC-32 of its storage is.
+    ``crc``: where in the tail the CRC-32 of its storage is. ``save_id``: where in the tail the id of the save is.
     """
 
     head: bytes
@@ -55,6 +55,7 @@ class KnownItem(NamedTuple):
     tail: tuple[tuple[int, bytes], ...]
     crc: int
     saved: SavedTensor
+    save_id: slice
 
 
 class ItemReader:
@@ -160,11 +161,13 @@ def _learned(
     if directory < 0:
         return None
     free = []
+    save_id = slice(0, 0)
     for one in archive.records:
         if one is record or one.name.endswith("/.data/serialization_id"):
             behind = one.data_offset + one.packed - end
             if one is not record:
                 free.append((one.data_offset - end, behind))
+                save_id = slice(*free[-1])
             if one.size:  # a record without bytes has no descriptor
                 free.append((behind + _CRC_IN_DESCRIPTOR, behind + _CRC_IN_DESCRIPTOR + 4))
             free.append((directory + one.entry + _CRC_IN_ENTRY, directory + one.entry + _CRC_IN_ENTRY + 4))
@@ -176,7 +179,7 @@ def _learned(
         kept.append((position, tail[position:begin]))
         position = stop
     crc = directory + record.entry + _CRC_IN_ENTRY
-    return KnownItem(window.read(0, record.data_offset), end, tuple(kept), crc, saved)
+    return KnownItem(window.read(0, record.data_offset), end, tuple(kept), crc, saved, save_id)
 
 
 def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
@@ -242,7 +245,9 @@ class ItemCheck:
     def _tensor_problem(self, window: FileReader, chunk: Chunk, dtype: str | None) -> ItemProblem | None:
         archive, record, saved = _saved_tensor(window)
         if saved.shape != chunk.lengths:
-            return ItemProblem(f"it has the shape {list(saved.shape)}, its metadata says {list(chunk.lengths)}")
+            return ItemProblem(
+                f"it has the shape {list(saved.shape)}, its metadata says {list(chunk.lengths)}"
+            )
         if dtype is not None and saved.dtype != dtype:
             return ItemProblem(f"it has the dtype {saved.dtype}, its metadata says {dtype}")
         learned = _learned(window, archive, record, saved)
@@ -254,9 +259,10 @@ class ItemCheck:
 def _is_same_but_data(known: KnownItem, reader: FileReader, item: StoredItem) -> bool:
     begin = item.offset + known.tail_start
     tail = reader.read(begin, item.offset + item.length - begin)
-    return reader.read(item.offset, len(known.head)) == known.head and all(
+    is_same = reader.read(item.offset, len(known.head)) == known.head and all(
         tail.startswith(part, at) for at, part in known.tail
     )
+    return is_same and tail[known.save_id].isascii()  # torch.load reads the id as UTF-8
 
 
 _SMALL_ITEM = 1 << 14

@@ -151,11 +151,23 @@ _NAMES = {
 """Module -> what the planners and writers of torch 2.0 to 2.13 name of it."""
 
 
+_EVERY_NAME = frozenset(name for names in _NAMES.values() for name in names.split())
+
+_NEVER_READ = frozenset({"NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4"})
+"""Opcodes that need what ``pickle.load`` of a file alone does not have: buffers, a registry of extensions."""
+
+
 def _metadata(tree: PickleTree) -> DcpMetadata:
-    unknown = [f"{module}.{name}" for module, name in tree.globals if not _is_known(module, name)]
-    if any(name.startswith(("torch.", "pathlib.")) for name in unknown):
+    if tree.persistent or tree.leftover or not _NEVER_READ.isdisjoint(tree.refused_opcodes):
+        raise FormatError("the pickle holds what pickle.load of a file alone cannot make")
+    unknown = [pair for pair in tree.globals if not _is_known(*pair)]
+    for module, name in unknown:
         # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not exist.
-        raise BeyondLimits(f"it names {unknown[0]:.200}, which torch up to 2.13 does not write there")
+        is_ours = module.partition(".")[0] in ("torch", "pathlib") or name in _EVERY_NAME
+        if is_ours or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+            raise BeyondLimits(
+                f"it names {f'{module}.{name}'!r:.200}, which torch up to 2.13 does not write there"
+            )
     if not is_instance(tree.root, "Metadata"):
         raise FormatError("a pickle, but none of torch.distributed.checkpoint: no Metadata at its root")
     try:
@@ -197,9 +209,14 @@ class _Reading:
         stored = self._stored(root)
         planned = None if root.get("planner_data") is None else self._planned(root)
         if planned is not None:
-            _ensure_nested({one.fqn: one.path for one in planned}, [one.fqn for one in (*tensors, *items)])
+            names = [*(tensor.fqn for tensor in tensors), *(item.fqn for item in items)]
+            _ensure_nested({one.fqn: one.path for one in planned}, names)
         meta = root.get("storage_meta")
-        save_id = fields_of(meta).get("save_id") if is_instance(meta, "StorageMeta") else None
+        if meta is not None and not is_instance(meta, "StorageMeta"):
+            raise UnsupportedFormat(
+                f"storage_meta is {words_for(meta)}, where torch's own writer puts a StorageMeta"
+            )
+        save_id = fields_of(meta).get("save_id") if meta is not None else None
         return DcpMetadata(
             tree=self._tree,
             tensors=tuple(tensors),

@@ -218,6 +218,21 @@ def fields_of(node: Node) -> dict[str, Any]:
     }
 
 
+_LAYOUTS = frozenset(
+    f"torch.{name}"
+    for name in [
+        "strided",
+        "sparse_coo",
+        "sparse_csr",
+        "sparse_csc",
+        "sparse_bsr",
+        "sparse_bsc",
+        "_mkldnn",
+        "jagged",
+    ]
+)
+
+
 def torch_dtype_of(properties: object) -> str:
     """Return the name of a dtype, the first value of ``TensorProperties.__getstate__``.
 
@@ -227,9 +242,11 @@ def torch_dtype_of(properties: object) -> str:
     if is_instance(properties, "TensorProperties"):
         states = properties.states or [None]
         state = states[0] if len(states) == 1 else None
-        dtype, _, _, memory, _ = state if type(state) is tuple and len(state) == 5 else (None,) * 5
+        dtype, layout, _, memory, _ = state if type(state) is tuple and len(state) == 5 else (None,) * 5
         is_format = type(memory) is Node and memory.kind is Kind.CALL and memory.args in ((0,), (1,), (2,))
-        if type(dtype) is Node and dtype.kind is Kind.GLOBAL and is_format:
+        names = layout.args if type(layout) is Node and layout.kind is Kind.CALL else ()
+        is_layout = type(names) is tuple and len(names) == 1 and text_of(names[0]) in _LAYOUTS
+        if type(dtype) is Node and dtype.kind is Kind.GLOBAL and is_format and is_layout:
             module, name = dtype.head
             if module == "torch" and name in DTYPES:
                 return str(name)

@@ -30,7 +30,12 @@ _DEVICES = re.compile(
 
 _UNHASHABLE = frozenset({Kind.LIST, Kind.DICT, Kind.SET, Kind.BYTEARRAY})
 _UNHASHABLE_CALLS = frozenset(
-    {("collections", "OrderedDict"), ("collections", "Counter"), ("builtins", "set"), ("builtins", "bytearray")}
+    {
+        ("collections", "OrderedDict"),
+        ("collections", "Counter"),
+        ("builtins", "set"),
+        ("builtins", "bytearray"),
+    }
 )
 _FILLED = frozenset({("collections", "OrderedDict"), ("collections", "Counter")})
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "C64", "C128"})
@@ -65,7 +70,9 @@ def _call_problem(node: Node, known: Mapping[str, PickledStorage]) -> str:
     if type(head) is not Node or head.kind is not Kind.GLOBAL:
         return "by its value"
     function: tuple[str, str] = head.head
-    if function in _NOT_CALLED or function[0] == "torch" and function[1].islower() and function[1] != "device":
+    if function in _NOT_CALLED or (
+        function[0] == "torch" and function[1].islower() and function[1] != "device"
+    ):
         return "which is no function"
     if node.states and function in _RULES and function not in _FILLED and not is_rebuild(*function):
         return "and gives it a state"
@@ -133,7 +140,9 @@ def _tensor(least: int, dtype_at: int | None = None) -> _Rule:
             return "with a flag for gradients that is none"
         if hooks is not None and (type(hooks) is not Node or hooks.kind not in (Kind.CALL, Kind.DICT)):
             return "with hooks that are no dict"
-        if dtype_at is not None and (type(args[dtype_at]) is not Node or args[dtype_at].kind is not Kind.GLOBAL):
+        if dtype_at is not None and (
+            type(args[dtype_at]) is not Node or args[dtype_at].kind is not Kind.GLOBAL
+        ):
             return "with a dtype that is none"
         dtype = STORAGE_DTYPES.get(known[storage.head[2].value].type) if dtype_at is None else None
         if requires_grad and dtype is not None and dtype not in _FLOATS:
@@ -152,7 +161,9 @@ def _tensor(least: int, dtype_at: int | None = None) -> _Rule:
 
 def _is_of_flags(value: Any) -> bool:
     entries = value.entries or [] if type(value) is Node and value.kind is Kind.DICT else [None]
-    return all(type(key) is Text for key in entries[::2]) and all(type(flag) is bool for flag in entries[1::2])
+    return all(type(key) is Text for key in entries[::2]) and all(
+        type(flag) is bool for flag in entries[1::2]
+    )
 
 
 def _parameter(count: int) -> _Rule:
@@ -182,8 +193,12 @@ def _ordered(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
     source = args[0]
     if len(args) > 1 or type(source) is not Node or source.kind not in (Kind.LIST, Kind.DICT):
         return "with something else than pairs"
-    pairs = [item.items if type(item) is Node and item.kind is Kind.LIST else item for item in source.items or ()]
-    is_right = all(isinstance(pair, list | tuple) and len(pair) == 2 and _is_hashable(pair[0]) for pair in pairs)
+    pairs = [
+        item.items if type(item) is Node and item.kind is Kind.LIST else item for item in source.items or ()
+    ]
+    is_right = all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and _is_hashable(pair[0]) for pair in pairs
+    )
     return "" if is_right else "with something else than pairs"
 
 

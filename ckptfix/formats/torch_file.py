@@ -150,7 +150,9 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     if any(storage.type == "UntypedStorage" for storage in known.values()):
         # torch.save writes one for uint16 and float8; the reader asks it for a dtype, and fails (up to 2.13).
         refused.add("BINPERSID of an UntypedStorage")
-    return LegacyFile(replace(tree, globals=named, refused_opcodes=tuple(sorted(refused))), offset, ranges, end)
+    return LegacyFile(
+        replace(tree, globals=named, refused_opcodes=tuple(sorted(refused))), offset, ranges, end
+    )
 
 
 def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:

@@ -122,7 +122,9 @@ def read_end(reader: FileReader) -> EndRecords:
         narrow = (disk, first_disk, here, count, size, offset)
         _, _, limit, disks = LOCATOR.unpack_from(window, found - LOCATOR.size)
         if disks != 1:  # miniz: MZ_ZIP_UNSUPPORTED_MULTIDISK
-            raise FormatError(f"the zip archive claims to be one of {disks} volumes, so torch.load refuses it")
+            raise FormatError(
+                f"the zip archive claims to be one of {disks} volumes, so torch.load refuses it"
+            )
         disk, first_disk, here, count, size, offset = _read_end64(reader, limit, position, narrow)
     elif U32 in (size, offset) or count == U16:
         raise FormatError("the zip archive needs ZIP64 end records and has none")
@@ -237,9 +239,13 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
                 f"packed by method {method}"
             )
         if disk > 1:  # miniz takes 1 for the only volume, too
-            raise FormatError(f"the zip record {name!r} is in volume {disk}, so torch.load refuses the archive")
+            raise FormatError(
+                f"the zip record {name!r} is in volume {disk}, so torch.load refuses the archive"
+            )
         if attributes & _FOLDER and size and name[-1] != "/":
-            raise FormatError(f"the zip record {name!r} is marked as a folder, so torch.load reads none of it")
+            raise FormatError(
+                f"the zip record {name!r} is marked as a folder, so torch.load reads none of it"
+            )
         if packed == U32 or size == U32 or offset == U32:
             size, packed, offset = _wide(
                 name, directory[name_end : name_end + extra_length], size, packed, offset

@@ -1,4 +1,4 @@
-"""The judge of a changed save: what stock readers make of it, in a process of its own, as ``check`` never imports torch.
+"""The judge of a changed save: what stock readers make of it. It imports torch, so it is a process of its own.
 
     python -m tests.fuzz.judge
 
@@ -71,7 +71,12 @@ class Judge:
         @functools.wraps(real)
         def load(*args: Any, **options: Any) -> Any:
             # DeepSpeed and DCP load objects with weights_only=False.
-            return real(*args, **options if options.get("weights_only") else {**options, "pickle_module": self._pickles.module})
+            return real(
+                *args,
+                **options
+                if options.get("weights_only")
+                else {**options, "pickle_module": self._pickles.module},
+            )
 
         torch.load = load
         torch.set_num_threads(1)
@@ -86,7 +91,7 @@ class Judge:
         function: Callable[..., Any] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
         return function
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  one judge a process
+    @functools.cache  # noqa: B019  one judge a process
     def _of_seed(self, kind: str, seed: str, name: str) -> str:
         self._pickles.is_learning = True
         try:
@@ -122,9 +127,14 @@ class Judge:
         files = [path for path in root.rglob("*") if path.is_file()]
         # accelerate allows arrays of numpy in each file that it loads itself (``utils/other.py``).
         allowed = () if kind in ("Trainer", "FSDP per rank") else self._safe
-        units = {str(path.relative_to(root)): functools.partial(self._file, path, allowed) for path in files}
+        units: dict[str, Callable[[], Any]] = {
+            str(path.relative_to(root)): functools.partial(self._file, path, allowed) for path in files
+        }
         if kind == "DCP":
-            return {str(path.parent.relative_to(root)): functools.partial(self._dcp, path.parent) for path in files}
+            return {
+                str(path.parent.relative_to(root)): functools.partial(self._dcp, path.parent)
+                for path in files
+            }
         if kind == "DeepSpeed":
             units["."] = functools.partial(self._zero_to_fp32, str(root))
         elif kind == "index.json":
@@ -148,7 +158,7 @@ class Judge:
     def _sharded(self, root: Path) -> Any:
         (path,) = root.glob("*.index.json")
         listed = json.loads(path.read_text())["weight_map"]
-        values = {}
+        values: dict[tuple[str, str], Any] = {}
         for name in sorted(set(listed.values())):
             values |= {(name, key): tensor for key, tensor in self._file(root / name).items()}
         return {key: values[name, key] for key, name in listed.items()} | {"": len(values)}

@@ -50,7 +50,9 @@ def mutant(seeds: Sequence[Seed], seed: int, number: int) -> Mutant:
         position, end = _place(random, name, data)
         files[name], words = _changed(random, data, position, end, source)
         changes.append(f"{name}: {words}")
-    return Mutant(place, {path: data for path, data in files.items() if data != source.files[path]}, tuple(changes))
+    return Mutant(
+        place, {path: data for path, data in files.items() if data != source.files[path]}, tuple(changes)
+    )
 
 
 def metadata(name: str, data: bytes) -> list[tuple[int, int]]:
@@ -68,7 +70,9 @@ def metadata(name: str, data: bytes) -> list[tuple[int, int]]:
         extra = int.from_bytes(data[head + 28 : head + 30], "little")
         begin = head + 30 + len(record.filename) + extra
         is_tensor = "/data/" in record.filename
-        places += [(head, begin + min(record.file_size, _AROUND) if is_tensor else begin + record.file_size + 16)]
+        places += [
+            (head, begin + min(record.file_size, _AROUND) if is_tensor else begin + record.file_size + 16)
+        ]
     return places
 
 
@@ -105,7 +109,9 @@ def _changed(random: Random, data: bytes, at: int, end: int, source: Seed) -> tu
             return data[:at] + random.randbytes(length) + data[at:], f"{length} bytes inserted at byte {at}"
         case 9:
             times = random.choice((1, 1, 2, 50))
-            return data[:stop] + data[at:stop] * times + data[stop:], f"bytes {at} to {stop} repeated {times} times"
+            return data[:stop] + data[at:stop] * times + data[
+                stop:
+            ], f"bytes {at} to {stop} repeated {times} times"
         case 10:
             path = random.choice(list(source.files))
             donor = source.files[path]
@@ -116,13 +122,19 @@ def _changed(random: Random, data: bytes, at: int, end: int, source: Seed) -> tu
         case 11 | 12 if at < len(data):
             width = random.choice((1, 2, 4, 8))
             number = int.from_bytes(data[at : at + width], "little")
-            step = random.choice((1, -1, 2, -2, 4, 8, -8, 64, 256, 1 << 16, number, (1 << 8 * width) - 1 - number))
+            step = random.choice(
+                (1, -1, 2, -2, 4, 8, -8, 64, 256, 1 << 16, number, (1 << 8 * width) - 1 - number)
+            )
             value = (number + step) % (1 << 8 * width)
-            return _put(data, at, value.to_bytes(width, "little")), f"{width} bytes at {at}: {number} is now {value}"
+            return _put(
+                data, at, value.to_bytes(width, "little")
+            ), f"{width} bytes at {at}: {number} is now {value}"
         case 13 if digits := [match.span() for match in re.finditer(rb"[0-9]+", data[at:end])][:4]:
             low, high = (at + edge for edge in random.choice(digits))
             old = int(data[low:high][:18])
-            new = random.choice((old + 1, max(0, old - 1), old * 2, old * 10, -old, 0, 1 << 32, 1 << 63, 10**30))
+            new = random.choice(
+                (old + 1, max(0, old - 1), old * 2, old * 10, -old, 0, 1 << 32, 1 << 63, 10**30)
+            )
             return data[:low] + str(new).encode() + data[high:], f"number {old} at byte {low} is now {new}"
         case _:
             other = random.randrange(len(data) + 1)

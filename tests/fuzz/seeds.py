@@ -52,7 +52,11 @@ def read_seeds(folder: Path) -> list[Seed]:
     """Return the seeds below a folder, in an order that does not depend on the file system."""
     seeds = []
     for root in sorted(folder.glob("*/*")):
-        files = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+        files = {
+            str(path.relative_to(root)): path.read_bytes()
+            for path in sorted(root.rglob("*"))
+            if path.is_file()
+        }
         targets = tuple(name for name in files if Path(name).name not in _BESIDE)
         if root.parent.name == "index.json":
             targets = tuple(name for name in files if name.endswith(".index.json"))
@@ -83,7 +87,9 @@ def _write_made(folder: Path) -> None:
         return stream.getvalue()
 
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)).bfloat16()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+    ).bfloat16()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     net(torch.ones(6, 5, dtype=torch.bfloat16)).sum().backward()
@@ -100,9 +106,16 @@ def _write_made(folder: Path) -> None:
     legacy = {"_use_new_zipfile_serialization": False}
     put("torch zip", "bfloat16", {"pytorch_model.bin": saved(weights), "optimizer.bin": saved(state)})
     put("torch zip", "dtypes", {"pytorch_model.bin": saved(many)})
-    typed = {name: tensor for name, tensor in many.items() if tensor.dtype not in (torch.float8_e4m3fn, torch.uint16)}
+    typed = {
+        name: tensor
+        for name, tensor in many.items()
+        if tensor.dtype not in (torch.float8_e4m3fn, torch.uint16)
+    }
     put("torch legacy", "dtypes", {"pytorch_model.bin": saved(typed, **legacy)})
-    states = {"optimizer.bin": saved(state, **legacy), "scheduler.bin": saved(scheduler.state_dict(), **legacy)}
+    states = {
+        "optimizer.bin": saved(state, **legacy),
+        "scheduler.bin": saved(scheduler.state_dict(), **legacy),
+    }
     put("torch legacy", "weights", {"pytorch_model.bin": saved(weights, **legacy), **states})
     # Without checksums a changed pickle is seen by its content alone.
     torch.serialization.set_crc32_options(False)
@@ -126,7 +139,9 @@ def _write_made(folder: Path) -> None:
 
 
 def _dtypes(torch: Any) -> list[Any]:
-    names = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 float8_e4m3fn uint16"
+    names = (
+        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 float8_e4m3fn uint16"
+    )
     return [getattr(torch, name) for name in names.split()]
 
 
@@ -149,10 +164,17 @@ def _per_rank(torch: Any, saved: Any) -> dict[str, dict[str, bytes]]:
     for rank in range(2):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,))
-        full = {name: torch.arange(float(rows * 3)).reshape(rows, 3) for name, rows in (("a.w", 4), ("b.w", 5))}
-        parts = {name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None) for name, value in full.items()}
+        full = {
+            name: torch.arange(float(rows * 3)).reshape(rows, 3) for name, rows in (("a.w", 4), ("b.w", 5))
+        }
+        parts = {
+            name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+            for name, value in full.items()
+        }
         models[f"pytorch_model_fsdp_0_rank{rank}.bin"] = saved(parts)
-        states = {n: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part} for n, part in parts.items()}
+        states = {
+            n: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part} for n, part in parts.items()
+        }
         groups = [{"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "params": list(parts)}]
         models[f"optimizer_0_rank{rank}.bin"] = saved({"state": states, "param_groups": groups})
         torch.distributed.destroy_process_group()

@@ -1,0 +1,162 @@
+"""What DCP's loader demands of a folder beyond names and sizes: it and ``check`` refuse each fault."""
+
+import pickle
+import pickletools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ckptfix.diagnosis.check import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE = {
+    "model": {"a": torch.arange(8.0), "b": torch.ones(3, dtype=torch.int64)},
+    "groups": [{"lr": 0.5}, {"lr": 0.25}],
+    "step": 3,
+}
+
+
+def load(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(folder)
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    dcp.save(STATE, checkpoint_id=tmp_path / "save", no_dist=True)
+    assert check(tmp_path / "save").findings == ()
+    assert load(tmp_path / "save")["step"] == 3
+    return tmp_path / "save"
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        assert old in data
+        return data.replace(old, new)
+
+    return change
+
+
+def edited(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:
+    def edit(data: bytes) -> bytes:
+        metadata = pickle.loads(data)
+        change(metadata)
+        return pickle.dumps(metadata)
+
+    return edit
+
+
+def skip_a_group(metadata: Any) -> None:
+    for part in (metadata.state_dict_metadata, metadata.planner_data):
+        part["groups.7.lr"] = part.pop("groups.1.lr")
+    metadata.planner_data["groups.7.lr"] = ("groups", 7, "lr")
+    index = next(index for index in metadata.storage_data if index.fqn == "groups.1.lr")
+    place = metadata.storage_data.pop(index)
+    metadata.storage_data[type(index)("groups.7.lr", index.offset, index.index)] = place
+
+
+def an_item_in_an_item(metadata: Any) -> None:
+    metadata.planner_data["step.more"] = ("step", "more")
+    metadata.state_dict_metadata["step.more"] = metadata.state_dict_metadata["step"]
+    index = next(index for index in metadata.storage_data if index.fqn == "step")
+    metadata.storage_data[type(index)("step.more", index.offset, index.index)] = metadata.storage_data[index]
+
+
+def with_a_buffer(data: bytes) -> bytes:
+    """Let a string be read as a buffer, by the opcode in the place of the MEMOIZE that follows it."""
+    (at,) = [at for op, arg, at in pickletools.genops(data) if arg == "storage_data"]
+    end = at + 2 + len("storage_data")
+    return data[:end] + b"\x98" + data[end:]
+
+
+METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "an unknown dtype": (replaced(b"\x8c\x05int64", b"\x8c\x05int66"), "unchecked-file"),
+    "an unknown class": (replaced(b"_StorageInfo", b"_StorageInfp"), "unchecked-file"),
+    "an unknown package": (replaced(b"torch.distributed.c", b"torcx.distributed.c"), "unchecked-file"),
+    "an unknown layout": (replaced(b"torch.strided", b"torch.stridec"), "malformed-file"),
+    "a list without an index": (edited(skip_a_group), "malformed-file"),
+    "an item in an item": (edited(an_item_in_an_item), "malformed-file"),
+    "a buffer": (with_a_buffer, "malformed-file"),
+    "no storage_data": (replaced(b"storage_data", b"storage_dat_"), "malformed-file"),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_that_the_loader_refuses_is_found(folder: Path, name: str) -> None:
+    change, code = METADATA[name]
+    path = folder / ".metadata"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointException):
+        load(folder)
+    assert [one.code for one in check(folder).findings] == [code]
+
+
+def of_item(fqn: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        stored = dcp.FileSystemReader(folder).read_metadata().storage_data
+        place = next(place for index, place in stored.items() if index.fqn == fqn)
+        path = folder / place.relative_path
+        data, begin, end = path.read_bytes(), place.offset, place.offset + place.length
+        item = change(data[begin:end])
+        assert len(item) == place.length
+        path.write_bytes(data[:begin] + item + data[end:])
+
+    return edit
+
+
+ITEMS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a tensor without an end": (of_item("model.a", replaced(b"PK\5\6", b"none")), "truncated-file"),
+    "a number without an end": (of_item("step", replaced(b"PK\5\6", b"none")), "truncated-file"),
+    "no version": (of_item("model.a", replaced(b"archive/version", b"archive/versiom")), "malformed-file"),
+    "another shape": (of_item("model.a", replaced(b"K\x08\x85q", b"K\x07\x85q")), "crc-mismatch"),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_an_item_that_the_loader_refuses_is_found_without_data(folder: Path, name: str) -> None:
+    change, code = ITEMS[name]
+    change(folder)
+    with pytest.raises(CheckpointException):
+        load(folder)
+    codes = [one.code for one in check(folder).findings]
+    assert codes == ["malformed-file" if code == "truncated-file" else code]
+
+
+def test_an_id_of_a_save_that_is_no_text_is_found_in_an_item_like_another(tmp_path: Path) -> None:
+    """``torch.load`` reads it as UTF-8: it differs between items of one shape, and is looked at all the same."""
+    state = {name: torch.full((16,), 1.0 + place) for place, name in enumerate("ab")}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / "__0_0.distcp"
+    data = path.read_bytes()
+    # The name is in the local header and in the directory of each item; of the last one the former is the second last.
+    named = [match.start() for match in re.finditer(b"archive/.data/serialization_id", data)][-2]
+    at = next(place for place in range(named, len(data)) if data[place : place + 40].isdigit())
+    path.write_bytes(data[:at] + b"\xcf" + data[at + 1 :])
+    with pytest.raises(CheckpointException):
+        load(tmp_path)
+    assert [one.code for one in check(tmp_path).findings] == ["crc-mismatch"]
+
+
+def test_chunks_of_one_shape_are_compared_and_not_parsed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptfix.formats import dcp_items
+
+    state = {f"layer{number:02}": torch.full((16,), float(number)) for number in range(20)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    parsed = []
+    real = dcp_items._saved_tensor
+    monkeypatch.setattr(dcp_items, "_saved_tensor", lambda window: parsed.append(1) or real(window))
+    assert check(tmp_path).findings == ()
+    assert len(parsed) == 1

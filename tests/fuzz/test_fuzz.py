@@ -1,0 +1,85 @@
+"""A run of the fuzzer, bounded by a number and not by time: no changed save that readers refuse is passed."""
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfix.diagnosis.check import check
+from ckptfix.storage.stores import open_store
+from tests.deepspeed_library import has_deepspeed
+from tests.fuzz.mutations import metadata, mutant
+from tests.fuzz.seeds import Seed
+
+ROOT = Path(__file__).parents[2]
+MUTANTS = 1600
+"""About 20 seconds of one quiet core, with the imports of the readers."""
+
+
+@pytest.mark.slow
+def test_no_changed_save_that_readers_refuse_is_passed() -> None:
+    options = [
+        "--mutants",
+        str(MUTANTS),
+        "--seed",
+        "24",
+        "--seconds",
+        "1200",
+        "--processes",
+        "1",
+        "--untimed",
+    ]
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert f"seed 24: {MUTANTS} mutants" in made.stdout or not has_deepspeed()
+
+
+def test_a_mutant_is_the_same_each_time_and_others_differ() -> None:
+    data = torch_bytes()
+    seeds = [Seed("torch zip", "one", {"a.bin": data, "b.bin": data[::-1]}, ("a.bin",))]
+    made = [mutant(seeds, 7, number) for number in range(200)]
+    assert made == [mutant(seeds, 7, number) for number in range(200)]
+    assert len({tuple(one.files.items()) for one in made}) > 150
+    assert made != [mutant(seeds, 8, number) for number in range(200)]
+    assert all(one.changes and one.seed == 0 for one in made)
+
+
+def test_tensors_are_left_out_of_the_metadata() -> None:
+    data = torch_bytes()
+    at = data.index(b"\x77" * 4000)
+    assert not any(begin <= at + 2000 < end for begin, end in metadata("a.bin", data))
+    assert metadata("unknown", b"12345") == [(0, 5)]
+
+
+def torch_bytes() -> bytes:
+    stream = io.BytesIO()
+    torch.save({"a": torch.full((5000,), 0x77, dtype=torch.uint8)}, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_items_that_are_not_read_in_a_store_are_said() -> None:
+    """Each item would cost a request: what is left out is a line of the report, and ``--data`` reads it."""
+    import torch.distributed.checkpoint as dcp
+
+    name = f"memory://{os.urandom(6).hex()}/run"
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"model": {"a": torch.arange(8.0)}}, checkpoint_id=folder, no_dist=True)
+        files = {path.name: bytearray(path.read_bytes()) for path in Path(folder).iterdir()}
+        at = files["__0_0.distcp"].rindex(b"PK\5\6")
+        files["__0_0.distcp"][at : at + 4] = b"none"
+        (Path(folder) / "__0_0.distcp").write_bytes(files["__0_0.distcp"])
+        assert check(folder).status == 1
+    for path, data in files.items():
+        open_store(name).put(path, bytes(data))
+    report = check(name)
+    assert report.status == 0
+    assert [one for one in report.not_checked if one.startswith("local headers of records")]
+    assert check(name, data=True).status == 1
