@@ -195,7 +195,7 @@ def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
 
 
 class ItemProblem(NamedTuple):
-    """What is wrong with an item, in words; with the name of a record whose bytes do not have their CRC."""
+    """A fault of an item, in words, with the name of a record whose bytes do not have their CRC."""
 
     detail: str
     record: str = ""

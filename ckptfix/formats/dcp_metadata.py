@@ -160,6 +160,9 @@ _NEVER_READ = frozenset({"NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4
 def _metadata(tree: PickleTree) -> DcpMetadata:
     if tree.persistent or tree.leftover or not _NEVER_READ.isdisjoint(tree.refused_opcodes):
         raise FormatError("the pickle holds what pickle.load of a file alone cannot make")
+    if tree.last_memo > len(tree.data):
+        # CPython keeps the memo in an array as long as its highest entry: a MemoryError for 0x65616368.
+        raise FormatError(f"the pickle writes memo entry {tree.last_memo}, which no pickler does")
     unknown = [pair for pair in tree.globals if not _is_known(*pair)]
     for module, name in unknown:
         # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not exist.

@@ -213,9 +213,9 @@ def fields_of(node: Node) -> dict[str, Any]:
     entries = state.entries or []
     if len(entries) > 2 * _MAX_FIELDS:
         raise FormatError(f"{words_for(node)} has {len(entries) // 2} attributes")
-    return {
-        key[0]: value for key, value in zip(entries[::2], entries[1::2], strict=True) if type(key) is Text
-    }
+    if any(type(key) is not Text for key in entries[::2]):
+        raise FormatError(f"{words_for(node)} has an attribute without a name")
+    return {key[0]: value for key, value in zip(entries[::2], entries[1::2], strict=True)}
 
 
 _LAYOUTS = frozenset(

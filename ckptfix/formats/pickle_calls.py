@@ -1,7 +1,7 @@
-"""The calls of a pickle that ``torch.load(weights_only=True)`` cannot make, found without making any.
+"""Calls of a pickle that ``torch.load(weights_only=True)`` cannot make, found without making any.
 
 A changed byte can leave a pickle readable as opcodes, and turn a number of a call into a string, or drop an argument.
-A checksum tells of that; legacy files have none, and torch can leave it out of a zip archive. There each call is
+A checksum shows that; legacy files have none, and torch can leave it out of a zip archive. There each call is
 compared with the parameters of the function that it names. A global outside of torch's list is another finding.
 
 Facts from torch 2.13: ``torch/_weights_only_unpickler.py`` (what may be called, built and filled), ``torch/_utils.py``
@@ -61,7 +61,7 @@ def ensure_calls(tree: PickleTree, known: Mapping[str, PickledStorage]) -> None:
 
 def _name(node: Node) -> str:
     head = node.head
-    return ".".join(head.head) if type(head) is Node and head.kind is Kind.GLOBAL else "what is no function"
+    return ".".join(head.head) if type(head) is Node and head.kind is Kind.GLOBAL else "an object"
 
 
 def _call_problem(node: Node, known: Mapping[str, PickledStorage]) -> str:
@@ -70,15 +70,19 @@ def _call_problem(node: Node, known: Mapping[str, PickledStorage]) -> str:
     if type(head) is not Node or head.kind is not Kind.GLOBAL:
         return "by its value"
     function: tuple[str, str] = head.head
-    if function in _NOT_CALLED or (
-        function[0] == "torch" and function[1].islower() and function[1] != "device"
-    ):
-        return "which is no function"
+    module, name = function
+    is_class = name.endswith("Storage") or (module == "torch" and name.islower() and name != "device")
+    if is_class and module in (
+        "torch",
+        "torch.cuda",
+        "torch.storage",
+    ):  # storages, dtypes, kinds of quantization
+        return "which is not a function"
     if node.states and function in _RULES and function not in _FILLED and not is_rebuild(*function):
         return "and gives it a state"
     if function in _FILLED:
         if any(type(state) is not Node or state.kind is not Kind.DICT for state in node.states or ()):
-            return "and gives it a state that is no dict"
+            return "and gives it a state that is not a dict"
         if node.kind is Kind.NEW:
             return "" if args == () else "with arguments"
     rule = _RULES.get(function)
@@ -137,19 +141,19 @@ def _tensor(least: int, dtype_at: int | None = None) -> _Rule:
             return ""
         requires_grad, hooks = args[4:6]
         if type(requires_grad) is not bool:
-            return "with a flag for gradients that is none"
+            return "with a flag for gradients that is not a flag"
         if hooks is not None and (type(hooks) is not Node or hooks.kind not in (Kind.CALL, Kind.DICT)):
-            return "with hooks that are no dict"
+            return "with hooks that are not a dict"
         if dtype_at is not None and (
             type(args[dtype_at]) is not Node or args[dtype_at].kind is not Kind.GLOBAL
         ):
-            return "with a dtype that is none"
+            return "with a dtype that is not a dtype"
         dtype = STORAGE_DTYPES.get(known[storage.head[2].value].type) if dtype_at is None else None
         if requires_grad and dtype is not None and dtype not in _FLOATS:
             return f"for gradients of integers ({dtype})"
         metadata = args[least] if len(args) > least else None
         if metadata is not None and not _is_of_flags(metadata):
-            return "with metadata that are no flags"
+            return "with metadata that are not flags"
         if metadata is None and dtype is not None:
             call = Node(Kind.CALL, Node(Kind.GLOBAL, ("torch._utils", "_rebuild_tensor_v2")), args)
             if read_tensor(Text("", 0, 0), call, known) is None:
@@ -172,7 +176,7 @@ def _parameter(count: int) -> _Rule:
             return problem
         if type(args[0]) is not Node or args[0].kind is not Kind.CALL:
             return "without a tensor"
-        return "" if type(args[1]) is bool else "with a flag for gradients that is none"
+        return "" if type(args[1]) is bool else "with a flag for gradients that is not a flag"
 
     return rule
 
@@ -208,7 +212,7 @@ def _numbers(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
 
 def _device(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
     is_named = len(args) in (1, 2) and type(args[0]) is Text and _DEVICES.fullmatch(args[0].value)
-    return "" if is_named and all(type(index) is int for index in args[1:]) else "for no device"
+    return "" if is_named and all(type(index) is int for index in args[1:]) else "for an unknown device"
 
 
 def _set(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
@@ -233,7 +237,6 @@ def _complex(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
     return "" if is_right else "with something else than numbers"
 
 
-_NOT_CALLED = frozenset({("torch.storage", "TypedStorage"), ("torch.storage", "UntypedStorage")})
 _RULES: dict[tuple[str, str], _Rule] = {
     ("collections", "OrderedDict"): _ordered,
     ("collections", "Counter"): _counted(0, 1),

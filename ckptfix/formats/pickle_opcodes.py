@@ -103,6 +103,7 @@ class Machine:
             ),
             built=frozenset(self.built),
             leftover=bool(self.stack or self.meta),
+            last_memo=max(self.memo, default=0) if type(self.memo) is dict else 0,
         )
 
     def weight(self) -> int:

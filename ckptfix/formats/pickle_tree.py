@@ -89,7 +89,7 @@ class PickleTree:
     FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
     ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
     ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``: values stay on the stack
-    after STOP.
+    after STOP. ``last_memo``: the highest entry of the memo, 0 for one without gaps.
     """
 
     root: Any = field(repr=False)
@@ -104,6 +104,7 @@ class PickleTree:
     refused_opcodes: tuple[str, ...]
     built: frozenset[tuple[str, str]]
     leftover: bool
+    last_memo: int = 0
 
 
 def pairs(node: object) -> Iterator[tuple[Any, Any]]:

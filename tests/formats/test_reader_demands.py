@@ -131,7 +131,12 @@ FAULTS: dict[str, tuple[bytes, bytes, str]] = {
     "a flag that is a number": (b"\x89", b"N", "flag for gradients"),
     "an unknown device": (b"cpu", b"cqu", "which torch does not know"),
     "hooks that are a number": (b")R", b"NR", "in a way that no torch writes"),
-    "a call of a dtype": (b"collections\nOrderedDict\n", b"torch\nfloat32\n", "which is no function"),
+    "a call of a storage": (
+        b"collections\nOrderedDict\n",
+        b"torch\nFloatStorage\n",
+        "which is not a function",
+    ),
+    "a call of a dtype": (b"collections\nOrderedDict\n", b"torch\nfloat32\n", "which is not a function"),
 }
 
 
