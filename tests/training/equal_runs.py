@@ -23,7 +23,7 @@ from typing import Any
 import accelerate
 import numpy as np
 import torch
-from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -168,7 +168,6 @@ class Tracker(GeneralTracker):  # type: ignore[misc]
     def tracker(self) -> None:
         return None
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
         random.sample(range(100), 3)
 
@@ -184,11 +183,10 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 def diffusers_model() -> Any:
     """Return the class of a small model of diffusers, which EMAModel makes anew at every save."""
-    from diffusers import ConfigMixin, ModelMixin
-    from diffusers.configuration_utils import register_to_config
+    diffusers: Any = importlib.import_module("diffusers")
 
-    class Denoiser(ModelMixin, ConfigMixin):  # type: ignore[misc]
-        @register_to_config
+    class Denoiser(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
+        @diffusers.configuration_utils.register_to_config  # type: ignore[untyped-decorator]
         def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
             super().__init__()
             self.first, self.last = torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
@@ -198,6 +196,10 @@ def diffusers_model() -> Any:
             return self.last(self.drop(self.first(values)))
 
     return Denoiser
+
+
+def ema_of_diffusers() -> Any:
+    return importlib.import_module("diffusers.training_utils").EMAModel
 
 
 def gpt2(dropout: float) -> Any:
@@ -260,11 +262,11 @@ class Run:
         if loop.model == "gpt2":
             return gpt2(loop.dropout)
         if loop.model == "diffusers":
-            from diffusers.training_utils import EMAModel
-
             self.kind = diffusers_model()
             model = self.kind(dropout=loop.dropout)
-            self.ema = EMAModel(model.parameters(), decay=0.9, model_cls=self.kind, model_config=model.config)
+            self.ema = ema_of_diffusers()(
+                model.parameters(), decay=0.9, model_cls=self.kind, model_config=model.config
+            )
             return model
         return torch.nn.Sequential(
             torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(loop.dropout), torch.nn.Linear(WIDTH, 1)
@@ -288,9 +290,9 @@ class Run:
             DRAWS[hook]()
 
     def load_hook(self, models: list[Any], folder: str) -> None:
-        from diffusers.training_utils import EMAModel
-
-        self.ema.load_state_dict(EMAModel.from_pretrained(f"{folder}/unet_ema", self.kind).state_dict())
+        self.ema.load_state_dict(
+            ema_of_diffusers().from_pretrained(f"{folder}/unet_ema", self.kind).state_dict()
+        )
         while models:
             model = models.pop()
             model.load_state_dict(self.kind.from_pretrained(folder, subfolder="unet").state_dict())
