@@ -85,6 +85,7 @@ def save_state(
                 name = save.alone(target, safe_serialization).name
         finally:
             save.end()
+            restore(save.random)
         if is_url(target):
             return target
         if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -127,7 +128,7 @@ class _Save:
 
     def __init__(self, accelerator: Accelerator, write: Callable[[str], Any]) -> None:
         self._accelerator = accelerator
-        self._random = capture()
+        self.random = capture()
         self._write = write
         self._config = accelerator.project_configuration
         self._iteration = self._config.iteration
@@ -205,12 +206,12 @@ class _Save:
             _recorded(accelerator, self._record, safetensors),
             run_state.seen_states() as states,
         ):
-            restore(self._random)
+            restore(self.random)
             try:
                 self._write(str(folder))
             finally:
-                self._random = capture()
-        run_state.save(accelerator, folder, self._random, states)
+                self.random = capture()
+        run_state.save(accelerator, folder, self.random, states)
 
     def _finish_own(self, folder: Path) -> None:
         """Make this process's files durable, which no other node can, and leave their digests for the main one."""
@@ -274,8 +275,7 @@ class _Save:
         return make
 
     def end(self) -> None:
-        """Set the generators to where accelerate's part left them, and end the threads that hash what is saved."""
-        restore(self._random)
+        """End the threads that hash what is saved."""
         if self._digests is not None:
             self._digests.close()
 
