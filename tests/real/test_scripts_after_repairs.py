@@ -1,0 +1,371 @@
+"""Real scripts of two processes save, and load after a repair, tensor by tensor, what they have trained.
+
+An uncorrected script passes something to prepare() twice, the corrected one does not. A script that needs no correction
+must load after the default repair, too, so that nothing of it may be deleted.
+"""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ckptfix.cli import run
+from tests.real import scripts
+from tests.repairs.builders import snapshot
+from tests.sampling import one_of
+from tests.simulated.versions import accelerate_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKS = {"warning identical-models"}
+DOUBLED = {"error doubled-model"}
+STATES = {"error doubled-model", "error doubled-states"}
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    path = checkpoint / "model_1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def lose_the_random_states(checkpoint: Path) -> None:
+    for path in checkpoint.glob("random_states_*.pkl"):
+        path.unlink()
+
+
+class Scenario(NamedTuple):
+    """A script, the warnings and errors in each checkpoint that it saved, and the files that repairs delete.
+
+    A checkpoint with an error loses ``deleted`` by a plain repair, any other loses nothing. ``option``: what a person
+    who knows the script says, and what is deleted then.
+    """
+
+    script: Callable[[scripts.Run], None]
+    why: str
+    finds: Mapping[int, set[str]]
+    deleted: tuple[str, ...] = ()
+    option: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+    is_correct: bool = False
+    variant: str = ""
+    safe: bool = True
+    is_resumed: bool = False
+    harm: Callable[[Path], None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.script.__name__ + (f"-{self.variant}" if self.variant else "")
+
+
+SECOND = ("model_1.safetensors",)
+PAIRS = tuple(
+    f"{name}_{number}.{suffix}"
+    for name, suffix in (("model", "safetensors"), ("optimizer", "bin"), ("scheduler", "bin"))
+    for number in (1, 3)
+)
+ONE_MODEL = ("--models", "1")
+
+CORRECT = (
+    # Nothing of these is doubled: the unchanged script must load after the default repair.
+    Scenario(
+        scripts.twin_towers_of_one_optimizer,
+        "the optimizer has states for the parameters of both entries",
+        {3: ASKS},
+    ),
+    Scenario(scripts.normalisers, "no optimizer fits entries of buffers alone", {3: ASKS}),
+    Scenario(scripts.empty_tensors, "not one byte was compared", {3: ASKS}),
+    Scenario(scripts.one_frozen_parameter, "no optimizer fits the entries", {3: ASKS}),
+    Scenario(scripts.backbone_beside_its_extractor, "no optimizer fits the entries", {3: ASKS}),
+    Scenario(
+        scripts.backbone_beside_its_extractor,
+        "equal in every checkpoint of the run, but nothing ever trains them",
+        {1: ASKS, 2: ASKS, 3: ASKS},
+        variant="neighbours",
+    ),
+    Scenario(scripts.fresh_layer_norms, "no optimizer fits the entries", {3: ASKS}),
+    Scenario(scripts.bare_and_wrapped_without_training, "no optimizer fits the entries", {3: ASKS}),
+    Scenario(scripts.average_during_warm_up, "the learning rate was 0 in every step", {3: ASKS}),
+    Scenario(
+        scripts.average_after_the_first_step_of_a_warm_up,
+        "the learning rate is above 0 since the save, it was 0 in the only step",
+        {1: ASKS},
+    ),
+    Scenario(scripts.average_without_gradients, "every moment is 0", {3: ASKS}),
+    Scenario(scripts.sgd_copy, "plain SGD has no states that show training", {3: ASKS}),
+    Scenario(scripts.no_optimizer_copy, "no optimizer", {3: ASKS}),
+    Scenario(scripts.slow_average, "an average differs from its model", {3: set()}),
+    Scenario(
+        scripts.target_network,
+        "they differ in checkpoint-1 and checkpoint-2, so that checkpoint-3 shows a copy",
+        {1: set(), 2: set(), 3: ASKS},
+    ),
+    Scenario(
+        scripts.average_after_a_hard_copy,
+        "they differ in checkpoint-5, so that checkpoint-3 shows a copy",
+        {3: ASKS, 5: set()},
+        variant="neighbours",
+    ),
+    # The same bytes as those of a model prepared twice: the words say what would make this wrong, and `undo` helps.
+    Scenario(
+        scripts.bare_and_wrapped,
+        "the bytes of a model prepared twice",
+        {3: DOUBLED},
+        SECOND,
+    ),
+    Scenario(
+        scripts.average_after_a_hard_copy,
+        "the bytes of a model prepared twice, without a neighbour that differs",
+        {3: DOUBLED},
+        SECOND,
+    ),
+)
+UNCLEAR = (
+    # Something is prepared twice, and all or a part of it has no evidence: only a person can say it.
+    Scenario(
+        scripts.gan_before_its_discriminators,
+        "three optimizers for three remaining models: their equality is of moments that are all 0",
+        {3: DOUBLED},
+        SECOND,
+    ),
+    Scenario(
+        scripts.gan_of_one_class_before_its_discriminators,
+        "three optimizers for three remaining models: their equality is of moments that are all 0",
+        {3: DOUBLED},
+        SECOND,
+    ),
+    Scenario(
+        scripts.gan_with_schedulers_before_its_discriminators,
+        "three optimizers and schedulers for three remaining models",
+        {3: DOUBLED},
+        SECOND,
+    ),
+    Scenario(
+        scripts.towers_with_own_optimizers,
+        "the optimizer that would remain has no state for half of the model",
+        {3: {*DOUBLED, "warning surplus-states"}},
+        SECOND,
+    ),
+    Scenario(
+        scripts.lora_adapters_at_step_1,
+        "the optimizers that would remain have no state for one of the adapters",
+        {1: {*DOUBLED, "warning surplus-states"}},
+        SECOND,
+    ),
+    Scenario(
+        scripts.student_and_teacher_with_optimizer_twice,
+        "two optimizers for two remaining models",
+        {3: {*DOUBLED, "warning surplus-states"}},
+        SECOND,
+        option=("--keep", "optimizers=1"),
+        chosen=(*SECOND, "optimizer_1.bin"),
+    ),
+    Scenario(
+        scripts.sgd_doubled,
+        "plain SGD has no states that show training",
+        {3: ASKS},
+        option=ONE_MODEL,
+        chosen=SECOND,
+    ),
+    Scenario(scripts.no_optimizer_doubled, "no optimizer", {3: ASKS}, option=ONE_MODEL, chosen=SECOND),
+    Scenario(
+        scripts.adamw_doubled,
+        "no file shows how many processes saved",
+        {3: ASKS},
+        option=ONE_MODEL,
+        chosen=SECOND,
+        variant="without-random-states",
+        harm=lose_the_random_states,
+    ),
+    Scenario(
+        scripts.adamw_doubled,
+        "nearly equal: all tensors but one, as after a flipped bit",
+        {3: {"warning related-models"}},
+        variant="flipped-bit",
+        harm=flip_a_bit,
+    ),
+)
+CLEAR = (
+    Scenario(scripts.adamw_doubled, "", {3: DOUBLED}, SECOND),
+    Scenario(scripts.adamw_doubled, "", {3: DOUBLED}, ("pytorch_model_1.bin",), variant="bin", safe=False),
+    Scenario(
+        scripts.adamw_doubled,
+        "equal in each",
+        {1: DOUBLED, 2: DOUBLED, 3: DOUBLED},
+        SECOND,
+        variant="neighbours",
+    ),
+    Scenario(scripts.adamw_doubled, "", {1: DOUBLED, 3: DOUBLED}, SECOND, variant="resumed", is_resumed=True),
+    Scenario(scripts.student_and_teacher, "the teacher moves to number 1", {3: DOUBLED}, SECOND),
+    Scenario(
+        scripts.student_and_teacher,
+        "the teacher moves to number 1",
+        {3: DOUBLED},
+        ("pytorch_model_1.bin",),
+        variant="bin",
+        safe=False,
+    ),
+    Scenario(scripts.prepared_three_times, "", {3: DOUBLED}, (*SECOND, "model_2.safetensors")),
+    Scenario(scripts.with_scheduler, "", {3: DOUBLED}, SECOND),
+    Scenario(
+        scripts.with_optimizer_twice,
+        "two optimizers for one remaining model",
+        {3: STATES},
+        (*SECOND, "optimizer_1.bin"),
+    ),
+    Scenario(scripts.pairs_twice, "four optimizers for two remaining models", {3: STATES}, PAIRS),
+    Scenario(scripts.bf16, "", {3: DOUBLED}, SECOND),
+    Scenario(scripts.momentum, "", {3: DOUBLED}, SECOND),
+    Scenario(scripts.two_groups, "", {3: DOUBLED}, SECOND),
+    Scenario(scripts.with_custom_objects, "", {3: DOUBLED}, SECOND),
+    Scenario(scripts.gan_in_training, "", {3: DOUBLED}, (*SECOND, "model_3.safetensors")),
+)
+SCENARIOS = (*(row._replace(is_correct=True) for row in CORRECT), *UNCLEAR, *CLEAR)
+VERSIONS = one_of(("installed", "1.12.0", "1.6.0"))
+
+
+class Played(NamedTuple):
+    """Results of two runs of two processes, and of the repairs between them.
+
+    ``folder``: for each scenario its checkpoints as ``saved``, as ``repaired``, and as ``chosen`` with the option.
+    """
+
+    folder: Path
+    trained: dict[str, dict[str, Any]]
+    receipts: dict[Path, tuple[int, dict[str, Any]]]
+    loaded: dict[tuple[Path, bool], dict[str, Any]]
+    """Folder, and whether the corrected script loads it -> by checkpoint the digests, or the error."""
+
+
+def play(jobs: list[dict[str, Any]], file: Path, variables: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Run all jobs in two new processes, which must agree on every result."""
+    file.write_text(json.dumps(jobs), encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.real.scripts", str(file)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    results, others = (json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2))
+    assert results == others
+    return list(results)
+
+
+def ckptfix(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Run the command line in this process; return its status and its JSON document."""
+    with redirect_stdout(io.StringIO()) as printed:
+        status = run([*map(str, arguments), "--json"])
+    return status, json.loads(printed.getvalue())
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Save with all scripts, repair, and load with all scripts, uncorrected and corrected."""
+    folder = tmp_path_factory.mktemp("scripts")
+    variables = {}
+    if request.param != "installed":
+        assert request.config.cache is not None
+        kept = Path(request.config.cache.mkdir(f"accelerate-{request.param}"))
+        variables["PYTHONPATH"] = str(accelerate_folder(request.param, kept))
+    saves = [
+        {
+            "script": row.script.__name__,
+            "folder": str(folder / row.name / "saved"),
+            "steps": list(row.finds),
+            "safe": row.safe,
+            "resumed": row.is_resumed,
+        }
+        for row in SCENARIOS
+    ]
+    trained = play(saves, folder / "saves.json", variables)
+
+    receipts, loads = {}, []
+    for row in SCENARIOS:
+        saved = folder / row.name / "saved"
+        if row.harm is not None:
+            for checkpoint in saved.iterdir():
+                row.harm(checkpoint)
+        options = {"repaired": (), "chosen": row.option} if row.option else {"repaired": ()}
+        for kind, option in options.items():
+            shutil.copytree(saved, saved.with_name(kind))
+            for step in row.finds:
+                checkpoint = saved.with_name(kind) / f"checkpoint-{step}"
+                receipts[checkpoint] = ckptfix("repair", checkpoint, *option)
+        loads += [
+            {
+                "script": row.script.__name__,
+                "folder": str(saved.with_name(kind)),
+                "is_corrected": is_corrected,
+            }
+            for kind in ("saved", *options)
+            for is_corrected in ((False,) if row.is_correct else (False, True))
+        ]
+    loaded = play(loads, folder / "loads.json", variables)
+    return Played(
+        folder,
+        dict(zip((row.name for row in SCENARIOS), trained, strict=True)),
+        receipts,
+        {
+            (Path(job["folder"]), job["is_corrected"]): result
+            for job, result in zip(loads, loaded, strict=True)
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SCENARIOS, ids=lambda row: row.name)
+def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Played) -> None:
+    kinds = {"repaired": row.deleted, "chosen": row.chosen} if row.option else {"repaired": row.deleted}
+    for step, finds in row.finds.items():
+        name = f"checkpoint-{step}"
+        saved = played.folder / row.name / "saved"
+        trained, before = played.trained[row.name][name], snapshot(saved / name)
+
+        status, report = ckptfix("check", saved / name)
+        findings = report["checkpoints"][0]["findings"]
+        told = {f"{one['severity']} {one['code']}" for one in findings if one["severity"] != "note"}
+        assert (told, status) == (finds, int(bool(finds)))
+        if row.is_correct or row.harm is None:
+            assert played.loaded[saved, False][name] == trained
+
+        for kind, deleted in kinds.items():
+            folder = saved.with_name(kind)
+            status, receipt = played.receipts[folder / name]
+            dropped = {one["files"][0] for one in receipt["steps"] if one["action"] == "DropEntry"}
+            is_changed = kind == "chosen" or any(find.startswith("error") for find in finds)
+            # An accelerate before 1.13 registers one entry more of a model that is prepared three times.
+            assert dropped == (set(deleted) & before.keys() if is_changed else set())
+            is_asked = kind == "repaired" and any(find.startswith("warning") for find in finds)
+            assert status == int(is_asked)
+
+            after = snapshot(folder / name)
+            assert is_changed or after == before
+            again = ckptfix("check", folder / name)[1]["checkpoints"][0]["findings"]
+            assert not Counter(one["code"] for one in again) - Counter(one["code"] for one in findings)
+
+            if not row.is_correct:
+                assert played.loaded[folder, True][name] == trained
+            if dropped:
+                # A wrong number of entries must be an error, never other weights.
+                assert isinstance(played.loaded[folder, False][name], str)
+            elif row.is_correct:
+                assert played.loaded[folder, False][name] == trained
+
+            if is_changed:
+                assert ckptfix("undo", folder / name)[0] == 0
+            assert snapshot(folder / name) == before
+        for finding in findings:
+            if finding["code"] == "doubled-model":
+                assert "ckptfix undo" in finding["message"] + finding["advice"]
