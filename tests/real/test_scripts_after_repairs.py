@@ -345,7 +345,7 @@ def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Pl
             status, receipt = played.receipts[folder / name]
             dropped = {one["files"][0] for one in receipt["steps"] if one["action"] == "DropEntry"}
             is_changed = kind == "chosen" or any(find.startswith("error") for find in finds)
-            # An accelerate before 1.13 registers one entry more of a model that is prepared three times.
+            # accelerate 1.12.0 registers a model that is prepared three times once more.
             assert dropped == (set(deleted) & before.keys() if is_changed else set())
             is_asked = kind == "repaired" and any(find.startswith("warning") for find in finds)
             assert status == int(is_asked)

@@ -1,0 +1,116 @@
+"""A save that lands while `repair` reads: its bytes stay, nothing is called fine, and the words name the file."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ckptfix import undo
+from ckptfix.cli import run
+from tests.repairs.builders import snapshot
+from tests.sampling import sampled
+
+CHECKPOINT = (
+    Path(__file__).parents[2] / "fixtures/accelerate-1.15.0/student-teacher-wrapper-safetensors/checkpoint"
+)
+
+
+def _saves() -> dict[str, dict[str, bytes]]:
+    """Return what the folder holds when all, one, or none of its files were written by the next save."""
+    done = {
+        # Only the values of the last tensor differ, so that the save has the same damage as the one before.
+        name: data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".safetensors") else data
+        for name, data in snapshot(CHECKPOINT).items()
+    }
+    return {
+        "done": done,
+        "at its first file": {**done, "model.safetensors": b""},
+        "all files opened": dict.fromkeys(done, b""),
+    }
+
+
+SAVES = _saves()
+
+
+class Struck(NamedTuple):
+    """One repair: its exit status, what it printed, and how often it read or opened a file of the checkpoint."""
+
+    status: int
+    said: str
+    looks: int
+
+
+def strike(folder: Path, at: int, save: Mapping[str, bytes]) -> Struck:
+    """Repair in a child process; the save lands right before one of the reads and openings of files."""
+    printed, counted = folder.with_name("printed"), folder.with_name("counted")
+    child = os.fork()
+    if child == 0:
+        code = 99
+        looks = 0
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == at:
+                for name, data in save.items():
+                    # As torch.save and safetensors do: the file of that name is emptied, then written.
+                    (folder / name).write_bytes(data)
+
+        def look_at(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and isinstance(arguments[0], str) and Path(arguments[0]).parent == folder:
+                look()
+
+        def looking(read: Callable[..., Any]) -> Callable[..., Any]:
+            def looked(*arguments: Any) -> Any:
+                look()
+                return read(*arguments)
+
+            return looked
+
+        try:
+            os.pread, os.preadv = looking(os.pread), looking(os.preadv)
+            sys.addaudithook(look_at)
+            with printed.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+                code = run(["repair", str(folder)])
+            counted.write_text(str(looks))
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Struck(status, printed.read_text(encoding="utf-8"), int(counted.read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_save_that_lands_while_repair_reads(tmp_path: Path, name: str) -> None:
+    save = SAVES[name]
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, folder)
+    total = strike(folder, 0, save).looks
+    assert total > 100
+    for at in sampled(range(1, total + 1)):
+        shutil.rmtree(folder)
+        shutil.copytree(CHECKPOINT, folder)
+        struck = strike(folder, at, save)
+        assert struck.status in (0, 1, 3), (at, struck)
+        assert "Traceback" not in struck.said, (at, struck)
+        if struck.status == 0:
+            # Before the save and after it the folder is doubled: only a mixture of both is not.
+            assert "done and verified" in struck.said, (at, struck)
+        if struck.status == 3:
+            (problem,) = (line for line in struck.said.splitlines() if line.startswith("ckptfix: "))
+            files = "|".join(map(re.escape, save))
+            assert re.search(rf"({files})\b", re.split("the file ends|are needed", problem)[0]), (at, struck)
+        if _files(folder) != save:
+            undo(folder)
+        assert _files(folder) == save, (at, struck)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in snapshot(folder).items() if not name.startswith(".ckptfix")}
