@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Run:
         self.schedulers: list[Any] = []
         self.custom: list[SampleCounter] = []
         self.losses: list[Callable[[torch.Tensor], torch.Tensor]] = []
-        self.after: list[Callable[[int], None]] = []
+        self.after: list[Callable[[int], Any]] = []
         self.steps = 0
         self._handles: list[Any] = []
         self._pacers: list[Any] = []
@@ -79,9 +80,9 @@ class Run:
         if twice:
             self.again(scheduler)
 
-    def train(self, *models: Any) -> None:
-        """Add the loss of each model on the batch of the step."""
-        self.losses += [lambda batch, model=model: model(batch).pow(2).mean() for model in models]
+    def train(self, *models: Any, scale: float = 1.0) -> None:
+        """Add the loss of each model on the batch of the step; a ``scale`` of 0 makes gradients of zeros."""
+        self.losses += [partial(loss_of, model, scale) for model in models]
 
     def step(self) -> None:
         """Make one step; each process has its own batches."""
@@ -107,6 +108,11 @@ class Run:
             "schedulers": [state_digest(scheduler.state_dict()) for scheduler in self.schedulers],
             "custom": [counter.state_dict() for counter in self.custom],
         }
+
+
+def loss_of(model: Any, scale: float, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = scale * model(batch).pow(2).mean()
+    return loss
 
 
 class Wrap(nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
@@ -194,10 +200,12 @@ def trained(run: Run, optimizer: Callable[[Any], torch.optim.Optimizer], *, twic
     run.optimizer(optimizer(net.parameters()), twice=twice)
 
 
-def average(run: Run, decay: Callable[[int], float], optimizer: Callable[[Any], Any]) -> None:
+def average(
+    run: Run, decay: Callable[[int], float], optimizer: Callable[[Any], Any], *, scale: float = 1.0
+) -> None:
     """Train a model beside an average of it in a DistributedDataParallel of its own."""
     net = TwoLayer()
-    run.train(run.model(net))
+    run.train(run.model(net), scale=scale)
     run.optimizer(optimizer(net.parameters()))
     mean = copy.deepcopy(net)
     run.model(DistributedDataParallel(mean))
@@ -226,8 +234,8 @@ def gan_before_its_discriminators(run: Run) -> None:
     for model in (net, *critics):
         run.adamw(model)
     run.train(generator)
-    # Their loss counts nothing yet: gradients of zeros, and optimizers that step.
-    run.losses += [lambda batch, model=model: 0 * model(batch).mean() for model in discriminators]
+    # Their loss counts nothing yet, but their optimizers step.
+    run.train(*discriminators, scale=0)
 
 
 def gan_of_one_class_before_its_discriminators(run: Run) -> None:
@@ -237,7 +245,7 @@ def gan_of_one_class_before_its_discriminators(run: Run) -> None:
     for model in (net, *critics):
         run.adamw(model)
     run.train(generator)
-    run.losses += [lambda batch, model=model: 0 * model(batch).mean() for model in discriminators]
+    run.train(*discriminators, scale=0)
 
 
 def gan_with_schedulers_before_its_discriminators(run: Run) -> None:
@@ -318,8 +326,7 @@ def average_after_the_first_step_of_a_warm_up(run: Run) -> None:
 
 
 def average_without_gradients(run: Run) -> None:
-    average(run, lambda step: 0.0, adamw)
-    run.losses = [lambda batch, loss=loss: 0 * loss(batch) for loss in run.losses]
+    average(run, lambda step: 0.0, adamw, scale=0)
 
 
 def sgd_doubled(run: Run) -> None:

@@ -6,10 +6,7 @@ must load after the default repair, too, so that nothing of it may be deleted.
 
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -23,8 +20,8 @@ from tests.real import scripts
 from tests.repairs.builders import snapshot
 from tests.sampling import one_of
 from tests.simulated.versions import accelerate_folder
+from tests.training.rank_cases import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 ASKS = {"warning identical-models"}
 DOUBLED = {"error doubled-model"}
 STATES = {"error doubled-model", "error doubled-states"}
@@ -248,16 +245,8 @@ class Played(NamedTuple):
 def play(jobs: list[dict[str, Any]], file: Path, variables: Mapping[str, str]) -> list[dict[str, Any]]:
     """Run all jobs in two new processes, which must agree on every result."""
     file.write_text(json.dumps(jobs), encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.real.scripts", str(file)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    run_python(*launcher, "-m", "tests.real.scripts", str(file), variables=variables)
     results, others = (json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2))
     assert results == others
     return list(results)
@@ -291,7 +280,8 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ]
     trained = play(saves, folder / "saves.json", variables)
 
-    receipts, loads = {}, []
+    receipts: dict[Path, tuple[int, dict[str, Any]]] = {}
+    loads: list[dict[str, Any]] = []
     for row in SCENARIOS:
         saved = folder / row.name / "saved"
         if row.harm is not None:

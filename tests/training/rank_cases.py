@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import accelerate
@@ -64,14 +65,14 @@ def main() -> None:
     os._exit(0)
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> str:
     """Run Python in a process of its own, on the CPU; return what it printed."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-5000:]
