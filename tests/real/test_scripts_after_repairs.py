@@ -347,6 +347,9 @@ def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Pl
 
             if not row.is_correct:
                 assert played.loaded[folder, True][name] == trained
+                # Without an entry behind the duplicates the corrected script needs no repair.
+                moved = [one for one in receipt["steps"] if one["action"] == "Renumber"]
+                assert (played.loaded[saved, True][name] != trained) == bool(moved)
             if dropped:
                 # A wrong number of entries must be an error, never other weights.
                 assert isinstance(played.loaded[folder, False][name], str)
