@@ -299,6 +299,22 @@ def backbone_beside_its_extractor(run: Run) -> None:
     run.adamw(head)
 
 
+def backbone_beside_its_extractor_and_a_like_head(run: Run) -> None:
+    # The shapes of the head are those of the first layer of the backbone.
+    backbone, head = TwoLayer().requires_grad_(False), nn.Linear(6, 8)
+    run.model(backbone)
+    run.model(Wrap(backbone))
+    run.train(run.model(head))
+    run.adamw(head)
+
+
+def copy_beside_a_trained_model_of_its_class(run: Run) -> None:
+    average(run, lambda step: 0.0, sgd)
+    net = TwoLayer()
+    run.train(run.model(net))
+    run.adamw(net)
+
+
 def fresh_layer_norms(run: Run) -> None:
     two(run, nn.LayerNorm(6), nn.LayerNorm(6))
 
@@ -396,6 +412,59 @@ def pairs_twice(run: Run) -> None:
         run.scheduler(scheduler, twice=True)
 
 
+def with_scheduler_twice(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), twice=True)
+
+
+def at_the_end_of_a_schedule(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch < 4)))
+
+
+def batch_norm_with_optimizer_twice(run: Run) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    run.train(run.doubled(net))
+    run.optimizer(adamw(net.parameters()), twice=True)
+
+
+def tied_weights_with_optimizer_twice(run: Run) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    net[2].weight = net[0].weight
+    run.train(run.doubled(net))
+    run.optimizer(adamw(net.parameters()), twice=True)
+
+
+def named_parameters(run: Run) -> None:
+    net = TwoLayer()
+    model = run.doubled(net)
+    run.train(model)
+    run.optimizer(adamw(model.named_parameters()))
+
+
+def rmsprop(run: Run) -> None:
+    trained(run, partial(torch.optim.RMSprop, lr=0.01))
+
+
+def adagrad(run: Run) -> None:
+    trained(run, partial(torch.optim.Adagrad, lr=0.01))
+
+
+def frozen_layer(run: Run) -> None:
+    net = TwoLayer()
+    net.fc1.requires_grad_(False)
+    run.train(run.doubled(net))
+    run.adamw(net.fc2)
+
+
+def twin_towers_with_own_optimizers(run: Run) -> None:
+    left = TwoLayer()
+    right = copy.deepcopy(left)
+    run.train(run.model(left), run.model(DistributedDataParallel(right)))
+    run.adamw(left)
+    run.adamw(right)
+
+
 def bf16(run: Run) -> None:
     net = TwoLayer().to(torch.bfloat16)
     model = run.doubled(net)
@@ -404,7 +473,7 @@ def bf16(run: Run) -> None:
 
 
 def momentum(run: Run) -> None:
-    trained(run, lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
+    trained(run, partial(torch.optim.SGD, lr=0.01, momentum=0.9))
 
 
 def two_groups(run: Run) -> None:
