@@ -315,6 +315,13 @@ def copy_beside_a_trained_model_of_its_class(run: Run) -> None:
     run.adamw(net)
 
 
+def average_of_a_generator_that_waits(run: Run) -> None:
+    average(run, lambda step: 0.0, adamw, scale=0)
+    critic = TwoLayer()
+    run.train(run.model(critic))
+    run.adamw(critic)
+
+
 def fresh_layer_norms(run: Run) -> None:
     two(run, nn.LayerNorm(6), nn.LayerNorm(6))
 
