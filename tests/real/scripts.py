@@ -397,6 +397,23 @@ def student_and_teacher_with_optimizer_twice(run: Run) -> None:
     run.model(TwoLayer())
 
 
+def student_and_teacher_both_twice(run: Run) -> None:
+    trained(run, adamw)
+    run.doubled(TwoLayer())
+
+
+def two_students_twice(run: Run) -> None:
+    trained(run, adamw)
+    trained(run, adamw)
+
+
+def student_in_wrappers_twice(run: Run) -> None:
+    trained(run, adamw)
+    net = Wrap(Wrap(TwoLayer()))
+    run.train(run.doubled(net))
+    run.adamw(net)
+
+
 def prepared_three_times(run: Run) -> None:
     net = TwoLayer()
     run.train(run.again(run.doubled(net)))

@@ -188,6 +188,14 @@ UNCLEAR = (
         chosen=(*SECOND, "optimizer_1.bin"),
     ),
     Scenario(
+        scripts.student_and_teacher_both_twice,
+        "one optimizer for two pairs that it fits",
+        {3: {*DOUBLED, *ASKS}},
+        SECOND,
+        option=("--models", "2"),
+        chosen=(*SECOND, "model_3.safetensors"),
+    ),
+    Scenario(
         scripts.sgd_doubled,
         "plain SGD has no states that show training",
         {3: ASKS},
@@ -247,6 +255,8 @@ CLEAR = (
         variant="bin",
         safe=False,
     ),
+    Scenario(scripts.two_students_twice, "", {3: DOUBLED}, (*SECOND, "model_3.safetensors")),
+    Scenario(scripts.student_in_wrappers_twice, "", {3: DOUBLED}, (*SECOND, "model_3.safetensors")),
     Scenario(scripts.prepared_three_times, "", {3: DOUBLED}, (*SECOND, "model_2.safetensors")),
     Scenario(scripts.with_scheduler, "", {3: DOUBLED}, SECOND),
     Scenario(
