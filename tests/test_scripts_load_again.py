@@ -96,7 +96,8 @@ def make_script(pick: Pick) -> Script:
             entries.insert(0 if is_before else 1, behind(wrapper + own, other))
         pairs.append((len(script.models) + int(average is not None and is_before), own))
         script.models += entries
-        if is_equal and not is_before and script.ranks != 1 and not (steps == 0 and kind != "SGD"):
+        # Without processes that are known, steps, or moments that show training, a repair asks.
+        if is_equal and not is_before and script.ranks > 1 and steps > 0 and kind != "SGD":
             script.is_exempt |= wrapper == "module."
             prepared_averages.append(pairs[-1][0])
     for position, _ in pairs:
