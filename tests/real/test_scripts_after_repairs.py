@@ -404,7 +404,7 @@ def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Pl
 
         status, report = ckptfix("check", saved / name)
         findings = report["checkpoints"][0]["findings"]
-        assert (set(problems(findings)), status) == (finds, int(bool(finds)))
+        assert (set(problems(findings)), status) == (finds, int(bool(finds))), row.why
         if row.is_correct or row.harm is None:
             assert played.loaded[saved, False][name] == trained
 
