@@ -322,6 +322,13 @@ def average_of_a_generator_that_waits(run: Run) -> None:
     run.adamw(critic)
 
 
+def average_of_a_generator_that_waits_for_the_first_optimizer(run: Run) -> None:
+    critic = TwoLayer()
+    run.adamw(critic)
+    average(run, lambda step: 0.0, adamw, scale=0)
+    run.train(run.model(critic))
+
+
 def fresh_layer_norms(run: Run) -> None:
     two(run, nn.LayerNorm(6), nn.LayerNorm(6))
 

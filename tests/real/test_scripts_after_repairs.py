@@ -103,6 +103,11 @@ CORRECT = (
         "one of two optimizers that fit has moments of zeros, and it may be that of the two entries",
         {3: ASKS},
     ),
+    Scenario(
+        scripts.average_of_a_generator_that_waits_for_the_first_optimizer,
+        "optimizers are not prepared in the order of their models",
+        {3: ASKS},
+    ),
     Scenario(scripts.fresh_layer_norms, "no optimizer fits the entries", {3: ASKS}),
     Scenario(scripts.bare_and_wrapped_without_training, "no optimizer fits the entries", {3: ASKS}),
     Scenario(scripts.average_during_warm_up, "the learning rate was 0 in every step", {3: ASKS}),
