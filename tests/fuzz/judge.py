@@ -28,6 +28,10 @@ _FULL = ("custom_checkpoint", "sampler", "dl_state_dict")
 """Beginnings of the names of files that accelerate loads with ``weights_only=False``."""
 
 
+_HARMLESS = ("numpy", "_codecs", "torch")
+"""Packages whose names exchanged files may have: one changed by chance does not exist, or makes an array."""
+
+
 class _Pickles:
     """A stand-in for the module ``pickle`` that knows only numpy's names and those which the seeds have."""
 
@@ -40,10 +44,7 @@ class _Pickles:
             def find_class(self, module: str, name: str) -> Any:
                 if known.is_learning:
                     known.names.add((module, name))
-                elif (module, name) not in known.names and module.partition(".")[0] not in (
-                    "numpy",
-                    "_codecs",
-                ):
+                elif (module, name) not in known.names and module.partition(".")[0] not in _HARMLESS:
                     raise pickle.UnpicklingError(f"the name {module}.{name} is not in the seed")
                 return super().find_class(module, name)
 
