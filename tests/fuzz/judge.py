@@ -28,7 +28,7 @@ _FULL = ("custom_checkpoint", "sampler", "dl_state_dict")
 """Beginnings of the names of files that accelerate loads with ``weights_only=False``."""
 
 
-_HARMLESS = ("numpy", "_codecs", "torch")
+_HARMLESS = ("numpy", "_codecs", "torch", "collections")
 """Packages whose names exchanged files may have: one changed by chance does not exist, or makes an array."""
 
 
