@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import WRAPPERS
-from tests.repairs.builders import write_safetensors
+from ckptfix.errors import RolledBackError
+from ckptfix.repairs.repair import RepairReceipt
+from tests.repairs.builders import EMPTY_STATE, write_safetensors
 
 Tensors = dict[str, bytes]
 Snapshot = dict[str, tuple[object, ...]]
@@ -122,6 +124,16 @@ def read_safetensors(path: Path) -> Tensors:
     }
 
 
+def repaired(root: Path, policy: Policy) -> RepairReceipt | None:
+    """Repair; None where what the user allowed would move a file next to one of another format, and is rolled back."""
+    try:
+        return repair(root, policy=policy)
+    except RolledBackError as error:
+        if "after the repair there is a new finding" not in str(error) or not (policy.allow or policy.keep):
+            raise
+        return None
+
+
 def bare(name: str) -> str:
     """The name without wrappers anywhere but at its end: what no repair may change."""
     *path, last = name.split(".")
@@ -136,7 +148,7 @@ def write(root: Path, files: Mapping[str, Tensors], *, is_save_state: bool) -> N
     for name, tensors in files.items():
         write_safetensors(root / name, tensors)
     if is_save_state:
-        (root / "random_states_0.pkl").write_bytes(b"\x80\x02}q\x00.")
+        (root / "random_states_0.pkl").write_bytes(EMPTY_STATE)
 
 
 @RELAXED
@@ -150,7 +162,10 @@ def test_laws_of_a_folder(files: dict[str, Tensors], policy: Policy, is_save_sta
         assert snapshot(root) == before
         assert not (root / ".ckptfix").exists()
 
-        receipt = repair(root, policy=policy)
+        receipt = repaired(root, policy)
+        if receipt is None:
+            assert snapshot(root) == before
+            return
         assert [str(step) for step in receipt.steps] == [str(step) for step in dry.steps]
         after = snapshot(root)
         kept = [bare_tensors(path) for path in root.glob("*.safetensors")]
@@ -295,7 +310,7 @@ def test_laws_of_a_folder_of_torch_files(
             state = OrderedDict((chain + name, tensor) for name, tensor in torch_pool[number].items())
             name = f"pytorch_model_{position}.bin" if position else "pytorch_model.bin"
             (root / name).write_bytes(saved(state, legacy=False))
-        (root / "random_states_0.pkl").write_bytes(b"\x80\x02}q\x00.")
+        (root / "random_states_0.pkl").write_bytes(EMPTY_STATE)
         before = snapshot(root)
         receipt = repair(root, policy=policy)
         after = snapshot(root)
@@ -332,10 +347,10 @@ def test_another_name_of_a_file_keeps_its_bytes(
         else:
             other.hardlink_to(root / name)
         kept, status, before = other.read_bytes(), other.stat(), snapshot(root)
-        receipt = repair(root, policy=policy)
+        receipt = repaired(root, policy)
         assert other.read_bytes() == kept
         assert (other.stat().st_ino, other.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
-        if receipt.transaction is not None:
+        if receipt is not None and receipt.transaction is not None:
             undo(root)
         assert snapshot(root) == before
         assert other.read_bytes() == kept

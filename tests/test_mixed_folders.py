@@ -1,7 +1,7 @@
 """Folders put together at random: entries, shards, indexes, wrappers, trailing bytes, in two containers at once.
 
-Whatever is in them, a repair raises nothing, makes no new error, hides no lost tensor, has nothing left to do the
-second time, and is taken back byte for byte.
+Whatever is in them, a repair makes no new error, hides no lost tensor, has nothing left to do the second time, and can
+be undone byte for byte. It fails only where an option of the user would add a finding, and then changes nothing.
 """
 
 import json
@@ -14,7 +14,8 @@ import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
-from tests.repairs.builders import snapshot, write_safetensors
+from ckptfix.errors import RolledBackError
+from tests.repairs.builders import EMPTY_STATE, snapshot, write_safetensors
 
 CHAINS = ("", "", "module.", "module.module.", "module.module.module.", "_orig_mod.", "module._orig_mod.")
 MODELS = ({"a": b"1" * 8, "b.c": b"2" * 4}, {"a": b"9" * 8, "b.c": b"2" * 4}, {"x": b"5"})
@@ -78,7 +79,7 @@ def lost_names(findings: Any) -> set[str]:
 def test_any_folder(tmp_path: Path, seed: int) -> None:
     rnd = random.Random(seed)
     for rank in range(rnd.randint(0, 2)):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if rnd.random() < 0.6:
             write_entries(tmp_path, rnd, stem, suffix)
@@ -88,7 +89,15 @@ def test_any_folder(tmp_path: Path, seed: int) -> None:
         write_entries(tmp_path, rnd, "model", ".safetensors")
     policy = any_policy(rnd)
     before, found = snapshot(tmp_path), errors(tmp_path)
-    receipt = repair(tmp_path, policy=policy)
+    try:
+        receipt = repair(tmp_path, policy=policy)
+    except RolledBackError as error:
+        # Only what the user allowed moves a file next to one of another format, which loaders would take instead.
+        if "after the repair there is a new finding" not in str(error) or not (policy.allow or policy.keep):
+            raise
+        assert {name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name} == before
+        repair(tmp_path)
+        return
     left = errors(tmp_path)
     assert left <= found, "a repair made an error that was not there"
     if lost_names(receipt.found):

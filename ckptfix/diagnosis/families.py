@@ -144,9 +144,10 @@ def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> boo
 
     Nested keys and a broken index do not count: a repair fixes them, and must not be what shows a second family.
     """
-    return group.is_whole and all(
+    is_sound = group.is_whole and all(
         member.whole is not None and member.path not in damaged for member in group.members
     )
+    return is_sound and any(member.tensors for member in group.members)
 
 
 def _compared(

@@ -164,7 +164,7 @@ def test_a_repair_says_that_the_unchanged_script_no_longer_resumes(
     assert run(["repair", str(copy), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     said, todo, *wrong = document["advice"]
-    assert ["undo brings it back" in words for words in wrong] == [True] * (looked_for != "the old keys")
+    assert ["then undo it" in words for words in wrong] == [True] * (looked_for != "the old keys")
     assert f"unchanged, it looks for {looked_for}" in said
     assert all("ckptfix run SCRIPT" in text for text in (todo, document["found"][0]["advice"]))
     assert run(["undo", str(copy)]) == 0

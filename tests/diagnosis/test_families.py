@@ -170,7 +170,8 @@ def test_a_difference_between_the_samples_is_found_with_data(tmp_path: Path) -> 
     assert isinstance(note, SecondFamily)
     assert note.sampled
     assert (
-        "1 comparison read samples only; ckptfix check --data reads every byte" in check(tmp_path).not_checked
+        "1 pair in full: compared by samples only; ckptfix check --data reads every byte"
+        in check(tmp_path).not_checked
     )
     (finding,) = families(tmp_path, data=True)
     assert isinstance(finding, StaleFamily)

@@ -1,11 +1,22 @@
 """Small safetensors checkpoints, written by hand, and optimizers that show that they were trained."""
 
+import io
 import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+EMPTY_STATE = _saved({})
+"""Bytes that ``torch.load`` reads as an empty dict; it refuses a plain pickle, such as for random states."""
 
 
 def write_safetensors(

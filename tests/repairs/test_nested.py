@@ -12,7 +12,7 @@ from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Action, Severity
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import MANIFEST
-from tests.repairs.builders import read_safetensors_bytes, snapshot, write_safetensors
+from tests.repairs.builders import EMPTY_STATE, read_safetensors_bytes, snapshot, write_safetensors
 
 NET = {"fc.weight": b"weights!" * 4, "fc.bias": b"bias"}
 AVERAGE = {name: data[::-1] for name, data in NET.items()}
@@ -25,7 +25,7 @@ def wrapped(tensors: Mapping[str, bytes], chain: str) -> dict[str, bytes]:
 def ranks(folder: Path, count: int) -> Path:
     folder.mkdir(exist_ok=True)
     for rank in range(count):
-        (folder / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
+        (folder / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
     return folder
 
 

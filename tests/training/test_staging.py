@@ -436,7 +436,7 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     assert out.count("no error found") == 1, "nothing in the others was looked at"
     assert out.count("+c: staging folder of c, not a checkpoint; not read\n") == 4
     assert "0 files" not in out, "their files were not counted"
-    assert out.endswith("5 checkpoints: 4 staging, 1 clean\n")
+    assert "\n5 checkpoints: 4 staging, 1 clean\nresume from " in out
     assert run(["verify", str(dead)]) == 3
     out = capsys.readouterr().out
     assert out.endswith(", and this is the staging folder of a save or another command, not a checkpoint\n")
