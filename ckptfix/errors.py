@@ -12,6 +12,7 @@
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
+        │   └── FileChangedError a file changed while it was read
         ├── StoreError           an object store does not answer or refuses (storage.stores)
         ├── RemoteOSError        another process of the run had an OSError (training.ranks)
         ├── TeamError            another process of a team failed, or sees another folder (storage.joined_team)
@@ -78,6 +79,19 @@ class LockedError(OperationError):
 
 class ChangedError(OperationError):
     """A file differs from what was read before, so a step or an undo would write onto something unknown."""
+
+
+class FileChangedError(ChangedError):
+    """A file or an object changed while it was read, as by a save. ``problem``: the message without the next step."""
+
+    def __init__(self, path: object, states: str = "") -> None:
+        """``states``: the expected and the found state, in words."""
+        self.problem = (
+            f"{path} changed while it was read: a save may be running{f' ({states})' if states else ''}"
+        )
+        super().__init__(
+            f"{self.problem}; next: wait until the save has ended, then run the same command again"
+        )
 
 
 class StoreError(OperationError):

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import DcpPart, FolderName, Role, parse_dcp_name, parse_folder_name
-from ckptfix.checkpoint.folder import CheckpointFolder, Fingerprint, NameScope, Problem, ProblemKind
+from ckptfix.checkpoint.folder import CheckpointFolder, NameScope, Problem, ProblemKind
 from ckptfix.checkpoint.keys import (
     KeyMap,
     common_wrappers,
@@ -47,7 +47,7 @@ from ckptfix.formats.pickle_tree import PickleTree, Text
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import FileReader, names_in, open_reader
+from ckptfix.storage.reading import FileIdentity, FileReader, names_in, open_reader
 from ckptfix.storage.transactions import journal_folders
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
@@ -59,7 +59,7 @@ DATA_SUFFIX = DcpPart.DATA.value
 class ShardFile(NamedTuple):
     """A file of a DCP folder. ``is_linked``: reached through a link, or one of several hard links."""
 
-    fingerprint: Fingerprint
+    fingerprint: FileIdentity
     is_linked: bool
 
     @property
@@ -499,9 +499,7 @@ def _file(full: Path) -> ShardFile | None:
         return None
     if not stat.S_ISREG(status.st_mode):
         return None
-    return ShardFile(
-        Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino), is_link or status.st_nlink > 1
-    )
+    return ShardFile(FileIdentity.of(status), is_link or status.st_nlink > 1)
 
 
 def _read_metadata(full: Path) -> tuple[DcpMetadata | None, Problem | None, tuple[str, ...]]:

@@ -30,21 +30,11 @@ from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import ABSENT, FileIdentity, FileReader, open_reader
 from ckptfix.wording import list_names
 
 PLAIN_FOLDER = "a folder"
 """The kind of a sub-folder that Accelerate did not write."""
-
-
-class Fingerprint(NamedTuple):
-    """Facts that distinguish a file from other files and from its earlier versions: sizes in bytes, times in
-    nanoseconds.
-    """
-
-    size: int
-    mtime_ns: int
-    inode: int
 
 
 class ProblemKind(Enum):
@@ -115,7 +105,7 @@ class Component:
     path: PurePosixPath
     name: FileName
     size: int
-    fingerprint: Fingerprint
+    fingerprint: FileIdentity
     is_linked: bool
     content: SafetensorsFile | TorchFile | WeightsIndex | None
     tensors: tuple[TensorInfo, ...] = ()
@@ -234,11 +224,6 @@ def scan_folder(
     )
 
 
-def fingerprint(path: Path) -> Fingerprint:
-    """Return the facts that distinguish this file from other versions of it. Raises OSError."""
-    return _fingerprint(os.stat(path))
-
-
 def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
     full = root / path
     content: Content | None = None
@@ -268,7 +253,7 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         path=path,
         name=name,
         size=status.st_size if status else 0,
-        fingerprint=_fingerprint(status) if status else Fingerprint(0, 0, 0),
+        fingerprint=FileIdentity.of(status) if status else ABSENT,
         is_linked=is_link or (status is not None and status.st_nlink > 1),
         content=content,
         tensors=tensors,
@@ -350,7 +335,3 @@ def _names(content: Content | None) -> tuple[tuple[TensorInfo, ...], tuple[NameS
 
 def _unknown(file_name: str) -> FileName:
     return FileName(role=Role.UNKNOWN, stem=file_name, suffix="")
-
-
-def _fingerprint(status: os.stat_result) -> Fingerprint:
-    return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)

@@ -5,16 +5,14 @@ contain no keys, so a model saved twice with other keys has equal items. Models 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.folder import Component, Fingerprint, fingerprint
+from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, FormatError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -136,14 +134,13 @@ def first_unequal(
                     if progress is not None:
                         progress(2 * sum(run.length for run in runs))
                     continue
-                with _named_if_changed(root, _fingerprints(pairing, files)):
-                    difference = first_difference(
-                        one,
-                        two,
-                        sample_runs(runs) if quick else runs,
-                        progress=None if quick else progress,
-                        digests=None if quick or digests is None else digests.setdefault(files[0], {}),
-                    )
+                difference = first_difference(
+                    one,
+                    two,
+                    sample_runs(runs) if quick else runs,
+                    progress=None if quick else progress,
+                    digests=None if quick or digests is None else digests.setdefault(files[0], {}),
+                )
             if difference is not None:
                 return _key_at(pairing.kept, files[0], difference.offset_a)
     return None
@@ -163,42 +160,11 @@ def differing_tensors(root: Path, pairing: Pairing, *, full: bool, most: int) ->
                 continue
             run = _run(tensor, twins[fqn])
             runs = (run,) if full else sample_runs((run,), pages=4)
-            with _named_if_changed(root, _fingerprints(pairing, (pairing.kept.path, pairing.other.path))):
-                if first_difference(one, two, runs) is not None:
-                    differing.append(tensor.fqn)
+            if first_difference(one, two, runs) is not None:
+                differing.append(tensor.fqn)
             if len(differing) > most:
                 break
     return differing
-
-
-def _fingerprints(pairing: Pairing, files: Files) -> dict[PurePosixPath, Fingerprint]:
-    return {
-        path: saved.files[path].fingerprint
-        for path, saved in zip(files, (pairing.kept, pairing.other), strict=True)
-    }
-
-
-@contextmanager
-def _named_if_changed(root: Path, files: Mapping[PurePosixPath, Fingerprint]) -> Iterator[None]:
-    """Name the file of an error that shows that a file changed while it was compared, as by a save.
-
-    ``files``: the facts by which each was known when it was scanned.
-    """
-    try:
-        yield
-    except (ChangedError, FormatError) as error:
-        changed: list[PurePosixPath] = []
-        for path, was in files.items():
-            try:
-                if fingerprint(root / path) != was:
-                    changed.append(path)
-            except OSError:
-                changed.append(path)
-        names = " or ".join(str(root / path) for path in changed[:1] or files)
-        raise ChangedError(
-            f"{names} changed while it was read: {error}; nothing was changed; next: run ckptfix again when no save "
-            "is under way"
-        ) from None
 
 
 def _run(tensor: TensorInfo, twin: TensorInfo) -> Run:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
-from ckptfix.checkpoint.folder import Fingerprint, NameScope
+from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
@@ -32,7 +32,7 @@ from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import MANIFEST, command, listed_files, shell_path
-from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
+from ckptfix.storage.reading import ABSENT, OpenFiles, Piece, identity, open_reader, page_buffer
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 from ckptfix.wording import count_of
@@ -196,8 +196,8 @@ class Watch:
         self._is_folder = path.is_dir()
         self._root = path if self._is_folder else path.parent
         self._names = self._listed()
-        looks = ((name, _look(self._root / name)) for name in self._names)
-        self._before = {name: look for name, look in looks if look is not None}
+        looks = ((name, identity(self._root / name)) for name in self._names)
+        self._before = {name: look for name, look in looks if look != ABSENT}
         self._folders = {PurePosixPath(name).parent for name in self._names} | {PurePosixPath(".")}
 
     def check(self, files: Iterable[str]) -> None:
@@ -205,8 +205,8 @@ class Watch:
         checkpoint was added, which the result would lack.
         """
         for name in files:
-            now = _look(self._root / name)
-            if now is None or self._before.setdefault(name, now) != now:
+            now = identity(self._root / name)
+            if now == ABSENT or self._before.setdefault(name, now) != now:
                 raise self._changed(f"{self._root / name} changed while it was read")
         for name in self._listed() - self._names if self._is_folder else ():
             if self._belongs(PurePosixPath(name)):
@@ -228,14 +228,6 @@ class Watch:
 
 def _is_called_as_a_part(name: str) -> bool:
     return parse_file_name(name) is not None or _CALLED_SO.fullmatch(name) is not None
-
-
-def _look(path: str | Path) -> Fingerprint | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def files_read(plan: MigrationPlan) -> Iterator[str]:

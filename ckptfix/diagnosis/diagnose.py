@@ -45,6 +45,7 @@ from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, unreadable
+from ckptfix.storage.reading import FileIdentity, unchanged
 from ckptfix.wording import count_of, list_names
 
 _MAX_HOPS = 40
@@ -103,6 +104,8 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 class Diagnosis:
     """The findings about a folder, most severe first, and in words the omitted checks.
 
+    ``scanned``: the identity of every file when it was scanned; none of them changed until the end of the diagnosis.
+
     ``unfinished``: files that may not be read, each with its path, the reason, and the command that helps.
 
     ``manifest``: that of the save, None without one. ``digests``: of the bytes that were read to prove a
@@ -112,6 +115,7 @@ class Diagnosis:
     """
 
     folder: CheckpointFolder
+    scanned: Mapping[PurePosixPath, FileIdentity]
     sharded: tuple[DcpFolder, ...]
     deepspeed: tuple[DeepSpeedState, ...]
     groups: tuple[ModelFiles, ...]
@@ -149,7 +153,7 @@ def diagnose(
     still hold. ``looked_at``: names of files that the caller reads. ``home``: where its neighbours are, for a copy
     of another folder. ``progress`` is called with byte counts.
 
-    Raises OSError when a file that could be scanned can no longer be read.
+    Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer be read.
     """
 
     verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
@@ -167,43 +171,47 @@ def diagnose(
 
     drops = frozenset(drops)
     sharded = scan_dcp_folders(folder)
-    deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
-    named = without_deepspeed(folder)
-    groups = group_files(named)
-    findings: list[Finding] = diagnose_shards(groups) if folder.only is None else []
-    rebuilt = {
-        finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
-    }
-    findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
-    corrupt = frozenset(
-        finding.path
-        for finding in findings
-        if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
-    )
-    evidence = Evidence(
-        named, usable_manifest(folder.root) if folder.only is None else None, home or folder.root
-    )
-    findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
-    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
-    findings += diagnose_states(evidence, compare, drops, doubled)
-    findings += diagnose_gaps(evidence)
-    findings += diagnose_names(evidence, groups, doubled)
-    findings += (finding for state in deepspeed for finding in state.findings)
-    findings += diagnose_rank_files(folder, frozenset(finding.path for finding in findings))
-    refused: dict[PurePosixPath, str] = {}
-    if sharded:
-        findings += diagnose_dcp_folders(sharded, folder.processes)
-        of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
-        findings += of_items
-    damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
-    optimizers = tuple(saved_optimizers(folder, sharded))
-    explained = frozenset(one.path for one in findings)
-    findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
-    # After the optimizers: they are compared with intact weights, and both families of a model are.
-    if folder.only is None:
-        findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)
-    of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
-    findings += of_save.findings
+    scanned = {component.path: component.fingerprint for component in folder.components}
+    scanned |= {path: file.fingerprint for state in sharded for path, file in state.files.items()}
+    with unchanged(folder.root, scanned):
+        deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
+        scanned |= {path: was for state in deepspeed for path, was in state.scanned.items()}
+        named = without_deepspeed(folder)
+        groups = group_files(named)
+        findings: list[Finding] = diagnose_shards(groups) if folder.only is None else []
+        rebuilt = {
+            finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
+        }
+        findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
+        corrupt = frozenset(
+            finding.path
+            for finding in findings
+            if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
+        )
+        evidence = Evidence(
+            named, usable_manifest(folder.root) if folder.only is None else None, home or folder.root
+        )
+        findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
+        doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+        findings += diagnose_states(evidence, compare, drops, doubled)
+        findings += diagnose_gaps(evidence)
+        findings += diagnose_names(evidence, groups, doubled)
+        findings += (finding for state in deepspeed for finding in state.findings)
+        findings += diagnose_rank_files(folder, frozenset(finding.path for finding in findings))
+        refused: dict[PurePosixPath, str] = {}
+        if sharded:
+            findings += diagnose_dcp_folders(sharded, folder.processes)
+            of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
+            findings += of_items
+        damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
+        optimizers = tuple(saved_optimizers(folder, sharded))
+        explained = frozenset(one.path for one in findings)
+        findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
+        # After the optimizers: they are compared with intact weights, and both families of a model are.
+        if folder.only is None:
+            findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)
+        of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
+        findings += of_save.findings
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
     findings.sort(
@@ -215,6 +223,7 @@ def diagnose(
     )
     return Diagnosis(
         folder=folder,
+        scanned=scanned,
         sharded=sharded,
         deepspeed=deepspeed,
         groups=groups,

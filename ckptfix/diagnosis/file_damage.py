@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
@@ -361,7 +361,7 @@ class DeepSpeedState:
 
     ``files`` and ``size`` in bytes: 0 for the folder itself, whose components count anyway. ``tensors``: the
     number of its weights. ``unread``: the unread parts, in words; ``unfinished``: files that may not be read.
-    ``has_checksums``: some files have checksums, which ``--data`` compares.
+    ``has_checksums``: some files have checksums, which ``--data`` compares. ``scanned``: the identity of each file.
     """
 
     path: PurePosixPath
@@ -372,6 +372,7 @@ class DeepSpeedState:
     unread: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
     has_checksums: bool = False
+    scanned: Mapping[PurePosixPath, FileIdentity] = field(default_factory=dict, repr=False)
 
 
 def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
@@ -402,6 +403,7 @@ def _state(
     unread: list[str] = []
     unfinished: list[str] = []
     has_checksums = False
+    identities: dict[PurePosixPath, FileIdentity] = {}
     is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
     crcs = None
@@ -413,6 +415,7 @@ def _state(
         findings += diagnose_files(scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs)
         for one in of_root:
             files, size = files + 1, size + one.size
+            identities[path] = one.fingerprint
             has_checksums |= isinstance(one.content, TorchFile)
             is_broken |= one.problem is not None
             if one.problem is not None and one.problem.is_only_unchecked:
@@ -427,6 +430,7 @@ def _state(
         unread=tuple(unread),
         unfinished=tuple(unfinished),
         has_checksums=has_checksums,
+        scanned=identities,
     )
     return _whole(folder.root, where, index, is_broken, state)
 

@@ -5,7 +5,7 @@ Planning reads and changes nothing. Executing leaves the old folder or the new o
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
 )
-from ckptfix.checkpoint.folder import fingerprint, scan_folder
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.dataclass import dataclass
@@ -43,7 +43,7 @@ from ckptfix.diagnosis.findings.duplicates import (
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
-from ckptfix.errors import ChangedError, OperationError, UsageError
+from ckptfix.errors import ChangedError, FileChangedError, OperationError, UsageError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.repairs.manifest_edits import manifest_edits
@@ -69,7 +69,7 @@ from ckptfix.storage.journal import recover as recover_folder
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command, shell_path
-from ckptfix.storage.reading import store_of
+from ckptfix.storage.reading import ensure_unchanged, store_of, unchanged
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, shown, unchecked_lines
 
@@ -259,7 +259,8 @@ class RepairPlan(Printable):
                 return replace(receipt, recovered=True, finished=recovered.finished is not None)
 
     def _execute_on_copy(self, output: Path, progress: Progress | None) -> RepairReceipt:
-        self._check_unchanged()
+        with _undisturbed(self.path):
+            ensure_unchanged(self.target.root, self.diagnosis.scanned)
         with copy_checkpoint(self.target, output, progress) as copy:
             # The neighbours of the source are evidence, not those of the place where the copy is made.
             receipt = _plan(copy, self.policy, None, None, home=self.home).execute()
@@ -326,7 +327,8 @@ class RepairPlan(Printable):
             _ensure_uploaded(self.target)
         else:
             _check_space(root, edits, shares_blocks)
-        self._check_unchanged()
+        with _undisturbed(self.path):
+            ensure_unchanged(root, self.diagnosis.scanned)
         after = self.diagnosis
 
         def verify() -> None:
@@ -339,6 +341,7 @@ class RepairPlan(Printable):
             target=self.target.only or "",
             summary=[str(step) for step in self.steps],
             verify=verify,
+            known=self.diagnosis.scanned,
             # Digests of the repaired files must go before those files do.
             watched=(PurePosixPath(MANIFEST),),
             digests=self.diagnosis.digests,
@@ -361,23 +364,6 @@ class RepairPlan(Printable):
             finished=self.finished,
             below=tuple(models_below(after)),
         )
-
-    def _check_unchanged(self) -> None:
-        """Re-check every file that a step relies on: a job may have saved into the folder since the scan."""
-        for step in self.steps:
-            for path, was in step.before.items():
-                full = self.target.root / path
-                try:
-                    now = fingerprint(full)
-                except OSError as error:
-                    raise ChangedError(
-                        f"{full}: {error.strerror} since it was read; nothing was changed"
-                    ) from None
-                if now != was:
-                    raise ChangedError(
-                        f"{full} changed while it was read: {was.size} bytes then, {now.size} now; nothing was "
-                        f"changed; run ckptfix again when nothing writes to the folder"
-                    )
 
 
 def plan_repair(
@@ -497,6 +483,18 @@ def _listing(action: StepAction) -> PurePosixPath | None:
     return action.path if isinstance(action, RewriteNames) and action.path.name == METADATA_NAME else None
 
 
+@contextmanager
+def _undisturbed(path: Path) -> Iterator[None]:
+    """Say next to the name of a file that changed in this block that nothing was changed, and what to type next."""
+    try:
+        yield
+    except FileChangedError as error:
+        again = command("repair", path)
+        raise ChangedError(
+            f"{error.problem}; nothing was changed; next: wait until the save has ended, then: {again}"
+        ) from error
+
+
 def _plan(
     target: Target,
     policy: Policy,
@@ -505,7 +503,7 @@ def _plan(
     *,
     home: Path | None = None,
 ) -> RepairPlan:
-    with paused_gc():
+    with paused_gc(), _undisturbed(target.path):
         folder = scan_folder(target.root, target.only)
         if not transactions(target.root):
             ensure_checkpoint(folder, "repair")
@@ -516,9 +514,10 @@ def _plan(
                 f"{target.path}: nothing was changed: a repair reads every file first, and "
                 f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
             )
-        draft = make_plan(diagnosis, policy)
-        # No object can be changed in place.
-        compiled = compile_plan(draft, new_files=policy.atomic or store_of(target.root) is not None)
+        with unchanged(target.root, diagnosis.scanned):
+            draft = make_plan(diagnosis, policy)
+            # No object can be changed in place.
+            compiled = compile_plan(draft, new_files=policy.atomic or store_of(target.root) is not None)
         return RepairPlan(
             target=target,
             policy=policy,

@@ -198,10 +198,8 @@ def apply_command(file: str | os.PathLike[str]) -> str:
 
 
 def _files(plan: RepairPlan) -> dict[str, list[int]]:
-    found = {one.path: one.fingerprint for one in plan.diagnosis.folder.components}
-    found |= {path: one.fingerprint for state in plan.diagnosis.sharded for path, one in state.files.items()}
     # Inodes can change when a file system is mounted again, so they are not compared.
-    return {str(path): [one.size, one.mtime_ns] for path, one in found.items()}
+    return {str(path): [one.size, one.mtime_ns] for path, one in plan.diagnosis.scanned.items()}
 
 
 def _steps(plan: RepairPlan) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from pathlib import PurePosixPath
 from typing import ClassVar
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.checkpoint.keys import KeyMap, fitting
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.diagnose import Diagnosis
@@ -17,6 +16,7 @@ from ckptfix.diagnosis.findings.damaged import UnsafePickle
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, UndecidedPrefix, WrapperPrefix
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.reports import Serialized
+from ckptfix.storage.reading import FileIdentity
 from ckptfix.wording import count_of, human_size
 
 
@@ -118,7 +118,7 @@ class Step(Serialized):
     action: StepAction
     fixes: tuple[str, ...]
     safety: Safety
-    before: Mapping[PurePosixPath, Fingerprint]
+    before: Mapping[PurePosixPath, FileIdentity]
     bundle: PurePosixPath | None = None
 
     def __str__(self) -> str:
@@ -190,10 +190,6 @@ class Draft:
             del self.doubles[path]
         self.memberships = Counter(member.path for group in self.groups for member in group.members)
         self.components = {component.path: component for component in self.folder.components}
-        self._fingerprints = {path: component.fingerprint for path, component in self.components.items()}
-        self._fingerprints |= {
-            path: file.fingerprint for state in self.sharded for path, file in state.files.items()
-        }
         self.steps: list[Step] = []
         self.unplanned: list[Unplanned] = []
         self._by_path: dict[PurePosixPath, list[Finding]] = {}
@@ -248,9 +244,8 @@ class Draft:
         bundle: PurePosixPath | None = None,
     ) -> None:
         """Add a step that relies on the files ``paths`` as they are now."""
-        before: dict[PurePosixPath, Fingerprint] = {
-            path: self._fingerprints[path] for path in paths if path in self._fingerprints
-        }
+        scanned = self._diagnosis.scanned
+        before = {path: scanned[path] for path in paths if path in scanned}
         self.steps.append(Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle))
 
     def stay(self, code: str, paths: Sequence[PurePosixPath], reason: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from typing_extensions import assert_never
 
-from ckptfix.errors import ChangedError, JournalError, OperationError
+from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
 from ckptfix.storage.atomic import create_file, keep, move, put_back, rename_to_free, sync_folder, write_all
 from ckptfix.storage.comparing import (
     Fingerprint,
@@ -128,8 +128,23 @@ def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
                 move(source, target)
             except FileExistsError:
                 raise ChangedError(f"{edit.target}: appeared since it was looked for; {_AGAIN}") from None
+            if fingerprint(target) != note.old:
+                # A save wrote the file between the look and the move; its name is still free.
+                move(target, source)
+                raise _saved_again(edit.source, fingerprint(source), note.old)
         case _:
             assert_never(edit)
+
+
+def check_kept(work: Workspace, index: int, edit: Edit, note: Note) -> None:
+    """Check that nobody wrote into the previous file in the journal, as a save does that had it open.
+
+    Raises OperationError, OSError.
+    """
+    if isinstance(edit, Remove | Replace) and not isinstance(edit.previous, Absent) and note.old is not None:
+        status = os.lstat(work.old(index, edit.previous))
+        if (status.st_size, status.st_mtime_ns) != (note.old.size, note.old.mtime_ns):
+            raise FileChangedError(work.root / edit.path)
 
 
 def _append(fd: int, edit: Append) -> None:
@@ -258,14 +273,24 @@ _SECTOR = 512
 
 
 def undo_edit(
-    work: Workspace, index: int, edit: Record, note: Note, progress: Progress | None = None
+    work: Workspace,
+    index: int,
+    edit: Record,
+    note: Note,
+    progress: Progress | None = None,
+    *,
+    keeps_newer: bool = False,
 ) -> None:
-    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError and OSError."""
+    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError and OSError.
+
+    ``keeps_newer``: of a file that this run moved or removed, and that a save wrote again meanwhile, keep the new
+    version alone, as if the save had come after the roll-back. Else such a file is a JournalError.
+    """
     match edit:
         case Move():
-            _undo_move(work, edit, note)
+            _undo_move(work, edit, note, keeps_newer=keeps_newer)
         case Remove():
-            _undo_remove(work, index, edit, note, progress)
+            _undo_remove(work, index, edit, note, progress, keeps_newer=keeps_newer)
         case Replaced(previous=Absent()):
             _undo_new_file(work, index, edit, note)
         case Replaced():
@@ -415,7 +440,7 @@ def _digest(fd: int, length: int) -> str:
     return digest.hexdigest()
 
 
-def _undo_move(work: Workspace, edit: Move, note: Note) -> None:
+def _undo_move(work: Workspace, edit: Move, note: Note, *, keeps_newer: bool) -> None:
     source, target = work.at(edit.source), work.at(edit.target)
     at_source, at_target = fingerprint(source), fingerprint(target)
     if at_source is None:
@@ -424,7 +449,9 @@ def _undo_move(work: Workspace, edit: Move, note: Note) -> None:
         _make_folder(source.parent)
         move(target, source)
     elif not work.is_the(at_source, note.old) and work.is_the(at_target, note.old):
-        raise work.unexplained(source, f"exists again, and the file that was moved is now {edit.target}")
+        if not keeps_newer:
+            raise work.unexplained(source, f"exists again, and the file that was moved is now {edit.target}")
+        os.unlink(target)
     for folder in dict.fromkeys((source.parent, target.parent)):
         sync_folder(folder)
 
@@ -474,11 +501,15 @@ def _check_place(work: Workspace, path: Path, ours: tuple[Path, ...], note: Note
         raise work.not_the(path, found, note.new)
 
 
-def _undo_remove(work: Workspace, index: int, edit: Remove, note: Note, progress: Progress | None) -> None:
+def _undo_remove(
+    work: Workspace, index: int, edit: Remove, note: Note, progress: Progress | None, *, keeps_newer: bool
+) -> None:
     path, old = work.at(edit.path), work.old(index, edit.previous)
     if os.path.lexists(path):
         if os.path.lexists(old):
-            raise work.unexplained(path, "exists again")
+            if not keeps_newer:
+                raise work.unexplained(path, "exists again")
+            os.unlink(old)
         # The file was never removed, or is restored. After a commit that deleted it, it must be rebuilt.
         if work.was_committed and not work.is_the(found := fingerprint(path), note.old):
             raise work.not_the(path, found, note.old)

@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, FormatError
+from ckptfix.errors import FileChangedError, FormatError
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.partial_results import Identity, Unit
@@ -132,7 +132,7 @@ def first_difference(
     Needs 2 MiB of memory per thread, and starts at most 8 unless told, whatever the files' size. ``progress`` gets
     the bytes read, of both files together, since its last call, from any thread, never from two at once.
 
-    Raises ChangedError when a file ends inside a run.
+    Raises FileChangedError when a file ends inside a run.
     """
     total = sum(run.length for run in runs)
     count = min(threads or _thread_count(file_a, file_b, runs), max(1, total // SEGMENT))
@@ -325,8 +325,9 @@ class _Blocks:
     def _fill(self, which: int, offset: int, length: int) -> None:
         try:
             self.files[which].fill(self.views[which][:length], offset)
-        except FormatError as error:
-            raise ChangedError(f"a file that is being compared changed: {error}") from None
+        except FormatError:
+            # The runs are inside of the files as they were scanned.
+            raise FileChangedError(self.files[which].path) from None
 
 
 _ENDS = 1 << 16

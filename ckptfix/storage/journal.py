@@ -22,18 +22,19 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import (
     ChangedError,
     CkptfixError,
+    FileChangedError,
     JournalError,
     OperationError,
     RolledBackError,
     UsageError,
 )
-from ckptfix.storage.applying import act, prepare, undo_edit
+from ckptfix.storage.applying import act, check_kept, prepare, undo_edit
 from ckptfix.storage.atomic import remove_folder, sync_folder
 from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
-from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_paths, read_paths, record_of
+from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit, edited_paths, read_paths, record_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
-from ckptfix.storage.reading import open_reader, store_of
+from ckptfix.storage.reading import ABSENT, FileIdentity, ensure_unchanged, identity, open_reader, store_of
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.transaction_folder import (
     Note,
@@ -151,6 +152,7 @@ def commit(
     summary: object,
     verify: Callable[[], None],
     watched: Iterable[PurePosixPath] = (),
+    known: Mapping[PurePosixPath, FileIdentity] | None = None,
     digests: Mapping[PurePosixPath, Digests] | None = None,
     indexes: Iterable[PurePosixPath] = (),
     lock: "StoreLock | None" = None,
@@ -161,10 +163,11 @@ def commit(
 
     The caller holds the lock and has called ``recover``. ``target`` is the path that the user named, ``summary``
     any JSON value; ``watched`` are further files (besides edited ones and those that recipes read) whose change
-    makes an undo refuse. ``digests``: of parts of files that recipes read, where they were read already. ``progress``
-    gets the bytes copied since its last call. For an image: ``indexes`` are the files that list others, which change
-    after them; ``lock`` is that of the store; ``transfer`` lets bytes go through this machine where the store cannot
-    compose.
+    makes an undo refuse. ``known``: the files that the edits were planned for. When a save wrote one of them by the
+    time that an edit takes it, or until the end, all is undone, and the save's files stay. ``digests``: of parts of
+    files that recipes read, where they were read already. ``progress`` gets the bytes copied since its last call. For
+    an image: ``indexes`` are the files that list others, which change after them; ``lock`` is that of the store;
+    ``transfer`` lets bytes go through this machine where the store cannot compose.
 
     Raises OperationError when it failed before anything was touched, RolledBackError when an edit or ``verify``
     failed (``__cause__``) and all was undone, JournalError when the undoing failed too: the next ``recover``
@@ -186,10 +189,18 @@ def commit(
         sync_folder(root / JOURNAL)
         sync_folder(root)
         work = Workspace(root, pending)
+        expected = dict(known or {})
+        notes: list[Note] = []
         for index, edit in enumerate(edits):
             note = prepare(work, index, edit)
+            # The note is of the planned file, or of an earlier one that the edit refuses to take.
+            ensure_unchanged(root, {path: expected[path] for path in edited_paths(edit) if path in expected})
             add_note(pending, note)
+            notes.append(note)
             _act(work, index, edit, note)
+            expected |= {path: identity(root / path) for path in edited_paths(edit)}
+            if isinstance(edit, Remove | Move):
+                expected[edit.path if isinstance(edit, Remove) else edit.source] = ABSENT
         verify()
         write_after(
             pending,
@@ -197,12 +208,20 @@ def commit(
             {path: samples_digest(root / path) for path in watching if os.path.lexists(root / path)},
         )
         sync_folder(pending)
+        ensure_unchanged(root, expected)
+        for index, edit in enumerate(edits):
+            check_kept(work, index, edit, notes[index])
         os.rename(pending, done)
         sync_folder(root / JOURNAL)
     except BaseException as error:
         _undo_after(root, building, error, progress)
         if not isinstance(error, Exception):
             raise
+        if isinstance(error, FileChangedError):
+            raise RolledBackError(
+                f"{error.problem}; everything was rolled back; next: wait until the save has ended, then run the same "
+                "command again"
+            ) from error
         raise RolledBackError(f"{root}: {error}; everything is as it was") from error
     with suppress(OSError):  # the transaction is committed; the next run frees the space
         _empty_trash(done)
@@ -410,7 +429,7 @@ def _undo_after(root: Path, building: Path, error: BaseException, progress: Prog
         if os.path.lexists(building):
             remove_folder(building)
         else:
-            _roll_back(root, pending, progress)
+            _roll_back(root, pending, progress, keeps_newer=True)
     except Exception as second:
         raise JournalError(
             f"{root}: failed ({error}), and rolling back failed too ({second}); the next run rolls it back: "
@@ -418,13 +437,13 @@ def _undo_after(root: Path, building: Path, error: BaseException, progress: Prog
         ) from error
 
 
-def _roll_back(root: Path, folder: Path, progress: Progress | None) -> None:
-    """Undo the edits of a pending transaction in reverse order, and remove it."""
+def _roll_back(root: Path, folder: Path, progress: Progress | None, *, keeps_newer: bool = False) -> None:
+    """Undo the edits of a pending transaction in reverse order, and remove it. ``keeps_newer``: as of ``undo_edit``."""
     record = read_record(folder)
     notes = read_notes(folder, len(record.edits))
     work = Workspace(root, folder)
     for index in range(len(notes) - 1, -1, -1):
-        undo_edit(work, index, record.edits[index], notes[index], progress)
+        undo_edit(work, index, record.edits[index], notes[index], progress, keeps_newer=keeps_newer)
         cut_notes(folder, index)
     stranded = [name for name in os.listdir(folder) if name.endswith((".kept", ".trash"))]
     if stranded:  # never reached; but the next step deletes, and these would be the user's only copy

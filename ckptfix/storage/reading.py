@@ -5,14 +5,14 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, FormatError
+from ckptfix.errors import FileChangedError, FormatError
 from ckptfix.wording import human_size
 
 if TYPE_CHECKING:
@@ -21,34 +21,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """An open file, or a window of one: its descriptor, its size in bytes when it was opened, and where it starts."""
+    """An open file, or a window of one: its descriptor, its size in bytes when it was opened, and where it starts.
+
+    ``path``: names it in the error about a file that changed.
+    """
 
     fd: int
     size: int
     start: int = 0
+    path: Path = Path("the file")
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly ``length`` bytes from ``offset``.
 
-        Raises FormatError when the range is not inside the file.
+        Raises FormatError when the range is not inside the file, FileChangedError when the file became shorter.
         """
         self._ensure_inside(offset, length)
         data = os.pread(self.fd, length, self.start + offset)
         while len(data) < length:  # one read returns at most 2 GiB, and less on some network file systems
             more = os.pread(self.fd, length - len(data), self.start + offset + len(data))
             if not more:
-                raise FormatError(f"the file ends at byte {offset + len(data)}, it had {self.size} bytes")
+                raise FileChangedError(self.path)
             data += more
         return data
 
     def fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises FormatError as ``read`` does."""
+        """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises as ``read`` does."""
         self._ensure_inside(offset, len(view))
         done = 0
         while done < len(view):
             got = os.preadv(self.fd, [view[done:]], self.start + offset + done)
             if not got:
-                raise FormatError(f"the file ends at byte {offset + done}, it had {self.size} bytes")
+                raise FileChangedError(self.path)
             done += got
 
     def window(self, offset: int, length: int) -> "FileReader":
@@ -57,7 +61,7 @@ class FileReader:
         Raises FormatError when the range is not inside the file.
         """
         self._ensure_inside(offset, length)
-        return FileReader(self.fd, length, self.start + offset)
+        return FileReader(self.fd, length, self.start + offset, self.path)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Begin to read ranges that will be asked for: all at once, instead of one seek after the other."""
@@ -77,7 +81,7 @@ class FileReader:
             own = os.dup(self.fd)
         try:
             os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            yield FileReader(own, self.size, self.start)
+            yield FileReader(own, self.size, self.start, self.path)
         finally:
             os.close(own)
 
@@ -99,6 +103,57 @@ class FileReader:
     def _ensure_inside(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
+
+
+class FileIdentity(NamedTuple):
+    """Facts that distinguish a file from other files and from its earlier versions: sizes in bytes, times in
+    nanoseconds.
+    """
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> "FileIdentity":
+        """Return the identity of a file with this status."""
+        return FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+ABSENT = FileIdentity(0, 0, 0)
+"""Identity of a file that does not exist, or that may not be looked at."""
+
+
+def identity(path: Path) -> FileIdentity:
+    """Return the identity of the file at a path, ``ABSENT`` where there is none."""
+    try:
+        return FileIdentity.of(os.stat(path))
+    except OSError:
+        return ABSENT
+
+
+def ensure_unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) -> None:
+    """Raise FileChangedError when a file below ``root`` does not have its size and time of ``known`` any more."""
+    for path, was in known.items():
+        now = identity(root / path)
+        # Some FUSE mounts number an unchanged file anew once the kernel forgot it, so inodes are not compared.
+        if now[:2] != was[:2]:
+            sizes = f"expected {was.size} bytes, found {now.size}" if now.size != was.size else ""
+            raise FileChangedError(root / path, sizes)
+
+
+@contextmanager
+def unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) -> Iterator[None]:
+    """Raise FileChangedError when a file changed by the end of this block: an answer from two states is none.
+
+    A FormatError is the file's own only when no file changed: else a save wrote the bytes that it is about.
+    """
+    try:
+        yield
+    except FormatError:
+        ensure_unchanged(root, known)
+        raise
+    ensure_unchanged(root, known)
 
 
 class Sparing:
@@ -259,7 +314,7 @@ def open_reader(path: Path) -> Iterator[FileReader]:
     # O_NONBLOCK: a FIFO that happens to be called model.bin must not hang the scan.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        yield FileReader(fd, os.fstat(fd).st_size)
+        yield FileReader(fd, os.fstat(fd).st_size, path=path)
     finally:
         os.close(fd)
 
@@ -310,10 +365,10 @@ class OpenFiles:
             os.close(self._open.popitem()[1])
 
     def fill(self, view: memoryview, path: Path, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Raises ChangedError when the file ends before that."""
+        """Read bytes from ``offset`` on until ``view`` is full. Raises FileChangedError when the file ends earlier."""
         if _elsewhere and (reader := self._elsewhere(path)) is not None:
             if offset + len(view) > reader.size:
-                raise _ends_early(path, reader.size, offset + len(view) - reader.size)
+                raise FileChangedError(path, _sizes(offset + len(view), reader.size))
             reader.fill(view, offset)
             return
         fd = self.descriptor(path)
@@ -321,7 +376,7 @@ class OpenFiles:
         while done < len(view):
             got = os.preadv(fd, [view[done:]], offset + done)
             if not got:
-                raise _ends_early(path, offset + done, len(view) - done)
+                raise FileChangedError(path, _sizes(offset + len(view), offset + done))
             done += got
         if not self._keep_cached:
             end = (offset + done) // _DROPPED_AT_ONCE * _DROPPED_AT_ONCE
@@ -368,5 +423,5 @@ class OpenFiles:
         return fd
 
 
-def _ends_early(path: Path, end: int, more: int) -> ChangedError:
-    return ChangedError(f"{path} ends at byte {end}, {more} more are needed: it changed while it was read")
+def _sizes(expected: int, found: int) -> str:
+    return f"expected at least {expected} bytes, found {found}"

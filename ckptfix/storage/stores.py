@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, ClassVar, Final, NamedTuple, TypeVar
 
-from ckptfix.errors import ChangedError, StoreError, UsageError
+from ckptfix.errors import ChangedError, FileChangedError, StoreError, UsageError
 from ckptfix.storage.parallel import Control, Progress, run_all
 from ckptfix.wording import escape, human_size
 
@@ -439,11 +439,11 @@ class Store:
         try:
             return self._persist(key, work, has_condition=True)
         except FileNotFoundError:
-            raise ChangedError(
-                f"{self.name(key)}: it was deleted while it was read; next: run the same command again"
+            raise FileChangedError(
+                self.name(key), f"expected ETag {etag}, found none" if etag else ""
             ) from None
         except Refused:
-            raise self._changed(key, etag or "", "while it was read") from None
+            raise FileChangedError(self.name(key), self._states(key, etag or "")[1]) from None
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> Contents:
         """Return the bytes of each range; ``CONCURRENT`` requests are under way at once. Raises as ``read`` does."""
@@ -512,17 +512,21 @@ class Store:
             raise self._changed(key, expected, "meanwhile") from None
 
     def _changed(self, key: str, expected: str | Expected, when: str) -> ChangedError:
+        did, states = self._states(key, expected)
+        return ChangedError(
+            f"{self.name(key)}: another program {did} this object {when} ({states}); "
+            "next: wait until it has finished, then run the same command again"
+        )
+
+    def _states(self, key: str, expected: str | Expected) -> tuple[str, str]:
+        """Return in words what another program did to an object, and the expected and the found state of it."""
         now = None
         with suppress(StoreError):
             now = self.stat(key)
         plain = {ABSENT: "no object", ANY: "the one that was just written"}
         what = plain[expected] if isinstance(expected, Expected) else f"ETag {expected}"
         found = "none" if now is None else f"ETag {now.etag}, {human_size(now.size)}"
-        did = "deleted" if now is None else "wrote"
-        return ChangedError(
-            f"{self.name(key)}: another program {did} this object {when} (expected {what}, found {found}); "
-            "next: wait until it has finished, then run the same command again"
-        )
+        return "deleted" if now is None else "wrote", f"expected {what}, found {found}"
 
     def _persist(self, key: str, work: Callable[[], _T], *, has_condition: bool = False) -> _T:
         """Do a request, again and again while it fails for reasons that pass.

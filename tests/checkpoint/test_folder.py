@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import ProblemKind, fingerprint, scan_folder
+from ckptfix.checkpoint.folder import ProblemKind, scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.reading import FileReader, open_reader
 from tests.repairs.builders import write_safetensors
@@ -48,7 +48,7 @@ def test_tensors_and_the_chain_that_all_carry(tmp_path: Path) -> None:
     assert component.whole is not None
     assert component.whole.chain == ("module",)
     assert component.size == len(data)
-    assert component.fingerprint == fingerprint(tmp_path / "model.safetensors")
+    assert component.fingerprint == identity(tmp_path / "model.safetensors")
 
 
 def test_one_file_alone(tmp_path: Path) -> None:
