@@ -75,7 +75,7 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
             with opened(work.at(edit.path), os.O_RDONLY) as fd:
                 _check_size(fd, edit.path, edit.old_size)
                 note = _note_of_open(fd, edit.path)
-                tail = _copy_tail(fd, edit.new_size, edit.old_size, work.tail(index))
+                tail = _copy_tail(fd, work.at(edit.path), edit.new_size, edit.old_size, work.tail(index))
                 sync_folder(work.folder)
                 digest = digest_before(fd, edit.new_size)
             return Note(old=note.old, metadata=note.metadata, digest=digest, tail=tail)
@@ -101,37 +101,41 @@ def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
     match edit:
         case Patch():
             with opened(work.at(edit.path), os.O_RDWR) as fd:
-                _check_same(fd, edit.path, note.old)
+                _check_same(fd, work.at(edit.path), note.old)
                 _check_patched(fd, edit)
                 write_all(fd, edit.new, edit.offset)
                 os.fsync(fd)
         case Append():
             with opened(work.at(edit.path), os.O_RDWR) as fd:
-                _check_same(fd, edit.path, note.old)
+                _check_same(fd, work.at(edit.path), note.old)
                 _append(fd, edit)
         case Truncate():
             with opened(work.at(edit.path), os.O_RDWR) as fd:
-                _check_same(fd, edit.path, note.old)
+                _check_same(fd, work.at(edit.path), note.old)
                 os.ftruncate(fd, edit.new_size)
                 os.fsync(fd)
         case Replace():
             _replace(work, index, edit, note)
         case Remove():
             path, old = work.at(edit.path), work.old(index, edit.previous)
-            _check_still(path, edit.path, note.old)
+            _check_still(path, note.old)
             move(path, old)
-            _check_taken(old, edit.path, note.old)
+            _check_taken(old, path, note.old)
         case Move():
             source, target = work.at(edit.source), work.at(edit.target)
-            _check_still(source, edit.source, note.old)
+            _check_still(source, note.old)
             try:
                 move(source, target)
             except FileExistsError:
                 raise ChangedError(f"{edit.target}: appeared since it was looked for; {_AGAIN}") from None
             if fingerprint(target) != note.old:
-                # A save wrote the file between the look and the move; its name is still free.
-                move(target, source)
-                raise _saved_again(edit.source, fingerprint(source), note.old)
+                # A save wrote the file between the look and the move.
+                with suppress(FileExistsError):
+                    move(target, source)
+                    raise _saved_again(source, fingerprint(source), note.old)
+                raise OperationError(f"{source}: saved again while it was moved") from FileChangedError(
+                    source
+                )
         case _:
             assert_never(edit)
 
@@ -158,12 +162,12 @@ def _append(fd: int, edit: Append) -> None:
 
 def _replace(work: Workspace, index: int, edit: Replace, note: Note) -> None:
     path, new = work.at(edit.path), work.new(index)
-    _check_still(path, edit.path, note.old)
+    _check_still(path, note.old)
     if not isinstance(edit.previous, Absent):
         old = work.old(index, edit.previous)
         keep(path, old)
         sync_folder(work.folder)
-        _check_taken(old, edit.path, note.old)
+        _check_taken(old, path, note.old)
     if isinstance(edit.previous, Absent) or not os.path.lexists(path):  # no links here: keep() moved it
         rename_to_free(new, path)
     elif os.path.samestat(os.lstat(path), os.lstat(old)):
@@ -224,33 +228,33 @@ def _check_patched(fd: int, edit: Patch) -> None:
         raise ChangedError(f"{edit.path}: changed at byte {edit.offset} since it was read; {_AGAIN}")
 
 
-def _check_same(fd: int, path: PurePosixPath, expected: Fingerprint | None) -> None:
+def _check_same(fd: int, path: Path, expected: Fingerprint | None) -> None:
     """Check the very file that is written to next; its name may lead to another file by now."""
     if os.fstat(fd).st_nlink != 1 or fingerprint_of_open(fd) != expected:
         raise _saved_again(path, fingerprint_of_open(fd), expected)
 
 
-def _check_still(full: Path, path: PurePosixPath, expected: Fingerprint | None) -> None:
-    found = fingerprint(full)
+def _check_still(path: Path, expected: Fingerprint | None) -> None:
+    found = fingerprint(path)
     if found != expected:
         raise _saved_again(path, found, expected)
 
 
-def _check_taken(old: Path, path: PurePosixPath, expected: Fingerprint | None) -> None:
+def _check_taken(old: Path, path: Path, expected: Fingerprint | None) -> None:
     """Check that the recipe can rebuild the file in the journal, which may be deleted at the commit."""
     found = fingerprint(old)
     if found != expected:
-        raise OperationError(str(_saved_again(path, found, expected)))
+        raise OperationError(f"{path}: saved again while it was taken") from _saved_again(
+            path, found, expected
+        )
 
 
-def _saved_again(
-    path: PurePosixPath, found: Fingerprint | None, expected: Fingerprint | None
-) -> ChangedError:
-    now, was = (f"{f.size} bytes of {moment(f.mtime_ns)}" if f else "nothing" for f in (found, expected))
-    return ChangedError(f"{path}: changed just now: {now}, was {was}; {_AGAIN}")
+def _saved_again(path: Path, found: Fingerprint | None, expected: Fingerprint | None) -> FileChangedError:
+    was, now = (f"{f.size} bytes of {moment(f.mtime_ns)}" if f else "nothing" for f in (expected, found))
+    return FileChangedError(path, f"expected {was}, found {now}")
 
 
-def _copy_tail(fd: int, start: int, end: int, target: Path) -> str:
+def _copy_tail(fd: int, path: Path, start: int, end: int, target: Path) -> str:
     """Copy the end of a file into the journal, and return its sha256."""
     digest = hashlib.sha256()
     out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -259,7 +263,7 @@ def _copy_tail(fd: int, start: int, end: int, target: Path) -> str:
         while position < end:
             data = os.pread(fd, min(_BLOCK, end - position), position)
             if not data:
-                raise ChangedError(f"{target.name}: the file ends at byte {position}, it had {end}")
+                raise FileChangedError(path)
             digest.update(data)
             write_all(out, data, position - start)
             position += len(data)
@@ -511,7 +515,7 @@ def _undo_remove(
                 raise work.unexplained(path, "exists again")
             os.unlink(old)
         # The file was never removed, or is restored. After a commit that deleted it, it must be rebuilt.
-        if work.was_committed and not work.is_the(found := fingerprint(path), note.old):
+        elif work.was_committed and not keeps_newer and not work.is_the(found := fingerprint(path), note.old):
             raise work.not_the(path, found, note.old)
         sync_folder(path.parent)
         return

@@ -34,7 +34,7 @@ from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
 from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit, edited_paths, read_paths, record_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
-from ckptfix.storage.reading import ABSENT, FileIdentity, ensure_unchanged, identity, open_reader, store_of
+from ckptfix.storage.reading import ABSENT, FileIdentity, identity, open_reader, store_of, unchanged
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.transaction_folder import (
     Note,
@@ -192,23 +192,23 @@ def commit(
         expected = dict(known or {})
         notes: list[Note] = []
         for index, edit in enumerate(edits):
-            note = prepare(work, index, edit)
-            # The note is of the planned file, or of an earlier one that the edit refuses to take.
-            ensure_unchanged(root, {path: expected[path] for path in edited_paths(edit) if path in expected})
+            # Unchanged until after the note: so it is of the planned file, and the edit refuses to take a later one.
+            with unchanged(root, {path: expected[path] for path in edited_paths(edit) if path in expected}):
+                note = prepare(work, index, edit)
             add_note(pending, note)
             notes.append(note)
             _act(work, index, edit, note)
             expected |= {path: identity(root / path) for path in edited_paths(edit)}
             if isinstance(edit, Remove | Move):
                 expected[edit.path if isinstance(edit, Remove) else edit.source] = ABSENT
-        verify()
-        write_after(
-            pending,
-            {path: fingerprint(root / path) for path in watching},
-            {path: samples_digest(root / path) for path in watching if os.path.lexists(root / path)},
-        )
-        sync_folder(pending)
-        ensure_unchanged(root, expected)
+        with unchanged(root, expected):
+            verify()
+            write_after(
+                pending,
+                {path: fingerprint(root / path) for path in watching},
+                {path: samples_digest(root / path) for path in watching if os.path.lexists(root / path)},
+            )
+            sync_folder(pending)
         for index, edit in enumerate(edits):
             check_kept(work, index, edit, notes[index])
         os.rename(pending, done)
@@ -217,10 +217,11 @@ def commit(
         _undo_after(root, building, error, progress)
         if not isinstance(error, Exception):
             raise
-        if isinstance(error, FileChangedError):
+        changed = error if isinstance(error, FileChangedError) else error.__cause__
+        if isinstance(changed, FileChangedError):
             raise RolledBackError(
-                f"{error.problem}; everything was rolled back; next: wait until the save has ended, then run the same "
-                "command again"
+                f"{changed.problem}; everything was rolled back; next: wait until the save has ended, then run the "
+                "same command again"
             ) from error
         raise RolledBackError(f"{root}: {error}; everything is as it was") from error
     with suppress(OSError):  # the transaction is committed; the next run frees the space

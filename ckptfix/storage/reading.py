@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import FileChangedError, FormatError
+from ckptfix.errors import FileChangedError, FormatError, OperationError
 from ckptfix.wording import human_size
 
 if TYPE_CHECKING:
@@ -146,11 +146,11 @@ def ensure_unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) ->
 def unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) -> Iterator[None]:
     """Raise FileChangedError when a file changed by the end of this block: an answer from two states is none.
 
-    A FormatError is the file's own only when no file changed: else a save wrote the bytes that it is about.
+    The same after a failure: a save wrote the bytes that it is about.
     """
     try:
         yield
-    except FormatError:
+    except (FormatError, OperationError):
         ensure_unchanged(root, known)
         raise
     ensure_unchanged(root, known)

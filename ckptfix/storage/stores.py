@@ -440,7 +440,7 @@ class Store:
             return self._persist(key, work, has_condition=True)
         except FileNotFoundError:
             raise FileChangedError(
-                self.name(key), f"expected ETag {etag}, found none" if etag else ""
+                self.name(key), f"expected ETag {etag}, found no object" if etag else ""
             ) from None
         except Refused:
             raise FileChangedError(self.name(key), self._states(key, etag or "")[1]) from None

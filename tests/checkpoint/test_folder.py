@@ -10,7 +10,7 @@ import pytest
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import ProblemKind, scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import FileReader, identity, open_reader
 from tests.repairs.builders import write_safetensors
 
 P = PurePosixPath

@@ -397,5 +397,5 @@ def test_a_save_that_lands_during_a_repair_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(ChangedError) as error:
         repair(folder)
     assert f"{folder / 'pytorch_model_1.bin'} changed while it was read" in str(error.value)
-    assert "next: run ckptfix again when no save is under way" in str(error.value)
+    assert "next: wait until the save has ended, then: ckptfix repair" in str(error.value)
     assert snapshot(folder) == {**before, "pytorch_model_1.bin": b""}

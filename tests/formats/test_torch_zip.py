@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import ChangedError, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_zip
 from ckptfix.formats.torch_file import crc_mismatches, read_torch_file
 from ckptfix.formats.torch_pickle import tensor_infos
@@ -456,5 +456,5 @@ def test_checksums_of_many_large_records(tmp_path: Path) -> None:
         del first  # nobody wants the rest
         assert threading.enumerate() == before
         stream.truncate(places["5"].data_offset)
-        with pytest.raises(FormatError, match="the file ends at byte"):
+        with pytest.raises(ChangedError, match="changed while it was read"):
             list(crc_mismatches(file, reader, every_record=True))

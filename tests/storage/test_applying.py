@@ -98,7 +98,7 @@ def test_a_save_while_the_old_file_is_taken_away_is_kept(
         os.rename(root / "part", root / name)
 
     monkeypatch.setattr(applying, "_check_still", check_still)
-    with pytest.raises(OperationError, match="changed just now"):
+    with pytest.raises(OperationError, match="saved again"):
         do(root, (edit(root),))
     assert (root / name).read_bytes() == b"a new save"
 

@@ -91,7 +91,7 @@ def test_no_thread_is_left_behind(pair: tuple[Path, Path], monkeypatch: pytest.M
 
 
 def test_a_file_that_ends_inside_a_run(pair: tuple[Path, Path]) -> None:
-    with both(*pair) as (a, b), pytest.raises(ChangedError, match="are needed"):
+    with both(*pair) as (a, b), pytest.raises(ChangedError, match="a changed while it was read"):
         first_difference(a, b, [Run(4, 13, SIZE + 1)])
 
 

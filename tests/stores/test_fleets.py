@@ -157,7 +157,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_counted(
     verdicts = {one["path"].removeprefix(f"{url}/"): one.get("verdict", one.get("error", "")) for one in ones}
     assert verdicts["one/checkpoint_1"] == "removed"
     assert verdicts["one/checkpoint_2"] == "clean"
-    assert "optimizer.bin: it was deleted while it was read" in verdicts["two"]
+    assert "optimizer.bin changed while it was read" in verdicts["two"]
     assert (last["summary"]["removed"], last["summary"]["failed"], last["status"]) == (1, 1, 3)
 
 

@@ -70,7 +70,7 @@ def test_another_object_is_noticed(top: str) -> None:
     store = open_store(f"{top}/x")
     old = store.put("a", b"old bytes")
     store.put("a", b"new bytes")
-    with pytest.raises(ChangedError, match="another program wrote"):
+    with pytest.raises(ChangedError, match="changed while it was read"):
         store.read("a", 0, 3, etag=old.etag)
     with pytest.raises(ChangedError):
         store.put("a", b"x", expected=ABSENT)
