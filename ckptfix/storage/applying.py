@@ -122,20 +122,16 @@ def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
             move(path, old)
             _check_taken(old, path, note.old)
         case Move():
-            source, target = work.at(edit.source), work.at(edit.target)
+            source, target, moved = work.at(edit.source), work.at(edit.target), work.moved(index)
             _check_still(source, note.old)
+            # First to a name that no save writes: a save that wrote the file at the last moment wrote it as
+            # ``source``, so there it returns. At ``target`` it would be a file that the save wrote as ``target``.
+            move(source, moved)
             try:
-                move(source, target)
+                _check_taken(moved, source, note.old)
+                move(moved, target)
             except FileExistsError:
-                raise ChangedError(f"{edit.target}: appeared since it was looked for; {_AGAIN}") from None
-            if fingerprint(target) != note.old:
-                # A save wrote the file between the look and the move.
-                with suppress(FileExistsError):
-                    move(target, source)
-                    raise _saved_again(source, fingerprint(source), note.old)
-                raise OperationError(f"{source}: saved again while it was moved") from FileChangedError(
-                    source
-                )
+                raise OperationError(f"{target}: saved while it was replaced") from FileChangedError(target)
         case _:
             assert_never(edit)
 
@@ -292,7 +288,7 @@ def undo_edit(
     """
     match edit:
         case Move():
-            _undo_move(work, edit, note, keeps_newer=keeps_newer)
+            _undo_move(work, index, edit, note, keeps_newer=keeps_newer)
         case Remove():
             _undo_remove(work, index, edit, note, progress, keeps_newer=keeps_newer)
         case Replaced(previous=Absent()):
@@ -444,8 +440,17 @@ def _digest(fd: int, length: int) -> str:
     return digest.hexdigest()
 
 
-def _undo_move(work: Workspace, edit: Move, note: Note, *, keeps_newer: bool) -> None:
-    source, target = work.at(edit.source), work.at(edit.target)
+def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_newer: bool) -> None:
+    source, target, moved = work.at(edit.source), work.at(edit.target), work.moved(index)
+    if os.path.lexists(moved):
+        if not os.path.lexists(source):
+            _make_folder(source.parent)
+            move(moved, source)
+        elif keeps_newer:
+            os.unlink(moved)
+        else:
+            raise work.unexplained(source, "exists again")
+        return
     at_source, at_target = fingerprint(source), fingerprint(target)
     if at_source is None:
         if not work.is_the(at_target, note.old):

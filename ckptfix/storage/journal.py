@@ -199,8 +199,12 @@ def commit(
             notes.append(note)
             _act(work, index, edit, note)
             expected |= {path: identity(root / path) for path in edited_paths(edit)}
+            # Not as they are now: a save may have written these names since.
             if isinstance(edit, Remove | Move):
                 expected[edit.path if isinstance(edit, Remove) else edit.source] = ABSENT
+            if isinstance(edit, Move) and note.old is not None and note.old.kind == "file":
+                now = expected[edit.target]
+                expected[edit.target] = now._replace(size=note.old.size, mtime_ns=note.old.mtime_ns)
         with unchanged(root, expected):
             verify()
             write_after(
@@ -446,7 +450,7 @@ def _roll_back(root: Path, folder: Path, progress: Progress | None, *, keeps_new
     for index in range(len(notes) - 1, -1, -1):
         undo_edit(work, index, record.edits[index], notes[index], progress, keeps_newer=keeps_newer)
         cut_notes(folder, index)
-    stranded = [name for name in os.listdir(folder) if name.endswith((".kept", ".trash"))]
+    stranded = [name for name in os.listdir(folder) if name.endswith((".kept", ".trash", ".moved"))]
     if stranded:  # never reached; but the next step deletes, and these would be the user's only copy
         raise JournalError(f"{folder / stranded[0]}: still there after the roll-back; nothing more was done")
     garbage = folder.with_suffix(".building")

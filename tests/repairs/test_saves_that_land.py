@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ckptfix import undo
 from ckptfix.cli import run
 from tests.repairs.builders import snapshot
 from tests.sampling import sampled
@@ -22,7 +21,7 @@ CHECKPOINT = (
 
 
 def _saves() -> dict[str, dict[str, bytes]]:
-    """Return what the folder holds when all, one, or none of its files were written by the next save."""
+    """Return the bytes of the files that the next save wrote so far, or opened."""
     done = {
         # Only the values of the last tensor differ, so that the save has the same damage as the one before.
         name: data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".safetensors") else data
@@ -32,6 +31,9 @@ def _saves() -> dict[str, dict[str, bytes]]:
         "done": done,
         "at its first file": {**done, "model.safetensors": b""},
         "all files opened": dict.fromkeys(done, b""),
+        # A save writes one file after the other: the others are still those of the save before.
+        "only the file that stays": {"model.safetensors": done["model.safetensors"]},
+        "only the file that is moved": {"model_2.safetensors": done["model_2.safetensors"]},
     }
 
 
@@ -90,7 +92,7 @@ def strike(folder: Path, at: int, save: Mapping[str, bytes]) -> Struck:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_save_that_lands_while_repair_reads(tmp_path: Path, name: str) -> None:
     save = SAVES[name]
-    folder = tmp_path / "checkpoint"
+    folder, before = tmp_path / "checkpoint", snapshot(CHECKPOINT)
     shutil.copytree(CHECKPOINT, folder)
     total = strike(folder, 0, save).looks
     assert total > 100
@@ -105,11 +107,17 @@ def test_a_save_that_lands_while_repair_reads(tmp_path: Path, name: str) -> None
             assert "done and verified" in struck.said, (at, struck)
         if struck.status == 3:
             (problem,) = (line for line in struck.said.splitlines() if line.startswith("ckptfix: "))
-            files = "|".join(map(re.escape, save))
-            assert re.search(rf"({files})\b", re.split("the file ends|are needed", problem)[0]), (at, struck)
-        if _files(folder) != save:
-            undo(folder)
-        assert _files(folder) == save, (at, struck)
+            files = "|".join(re.escape(str(folder / name)) for name in save)
+            assert re.match(
+                rf"ckptfix: ({files}) changed while it was read: a save may be running", problem
+            ), (
+                at,
+                struck,
+            )
+            assert "; next: wait until the save has ended, then" in problem, (at, struck)
+            assert not list(folder.glob(".ckptfix/*.pending")), (at, struck)
+        if struck.status != 0:
+            assert _files(folder) == {**before, **save}, (at, struck)
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -29,9 +29,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
     with (
         OpenFiles() as files,
-        pytest.raises(
-            ChangedError, match=r"a changed while it was read: a save may be running \(expected at least 15"
-        ),
+        pytest.raises(ChangedError, match=r"a changed while .*\(expected at least 15"),
     ):
         list(files.blocks((Piece(tmp_path / "a", 0, 15),), memoryview(bytearray(1 << 16))))
 

@@ -115,7 +115,7 @@ def test_a_read_is_pinned_to_the_object_that_was_listed(store: Store) -> None:
         store.read("a", 0, 3, etag=old.etag)
     assert store.read("a", 0, 3, etag=new.etag) == b"new"
     store.delete("a")
-    with pytest.raises(ChangedError, match="changed while it was read: .*found no object"):
+    with pytest.raises(ChangedError, match=r"changed while it was read: .*found no object"):
         store.read("a", 0, 3, etag=new.etag)
 
 
