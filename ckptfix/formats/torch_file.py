@@ -17,7 +17,7 @@ from ckptfix.formats import torch_zip
 from ckptfix.formats.pickle_calls import ensure_calls
 from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, TreeWalk, child
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, TreeWalk
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, read_storage, storages
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
@@ -132,7 +132,7 @@ class LegacyPickles(NamedTuple):
 def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     """Parse a legacy file whose first pickle is the magic number.
 
-    Raises TruncatedError when it ends too early, UnsupportedFormat for one of a big-endian machine.
+    Raises TruncatedError when it ends too early, FormatError for the rest.
     """
     tree, offset, keys, position, parts = read_pickles(reader, first)
     known = storages(tree)
@@ -166,9 +166,9 @@ def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
         what = f"{version.root}" if is_small else f"<{type(version.root).__name__}>"
         raise FormatError(f"a legacy torch file of version {what}, known is {PROTOCOL_VERSION}")
     position = first.end + version.end
+    # The dict has the byte order of the machine, and ``_legacy_load`` ignores it: ``THPStorage_writeFileRaw``
+    # (``torch/csrc/serialization.cpp``) writes numbers as little-endian on every machine.
     system = read_pickle(reader, position, _SMALL)
-    if child(system.root, "little_endian") is False:
-        raise UnsupportedFormat("it was written on a big-endian machine")
     offset = position + system.end
     tree = read_pickle(reader, offset)
     keys_offset = offset + tree.end
@@ -339,8 +339,8 @@ class TorchFile:
 def read_torch_file(reader: FileReader) -> TorchFile:
     """Parse a file of torch.save: a zip archive, a legacy file, or a plain pickle of protocol 2 or newer.
 
-    Raises TruncatedError when it ends too early, UnsupportedFormat for TorchScript, tar (before 0.4) and big-endian
-    files, FormatError for anything else that torch.load could not read.
+    Raises TruncatedError when it ends too early, UnsupportedFormat for TorchScript, tar (before 0.4) and
+    big-endian zip files, FormatError for anything else that torch.load could not read.
     """
     with paused_gc():
         return _read(reader)

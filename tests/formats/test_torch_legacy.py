@@ -136,7 +136,6 @@ def test_other_files(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         (b"M\xe9\x03.\x80", b"M\xe8\x03.\x80", "version 1000"),
-        (b"little_endianq\x02\x88", b"little_endianq\x02\x89", "big-endian"),
         (b"\x02\0\0\0\0\0\0\0\0\0\x80?", b"\x03\0\0\0\0\0\0\0\0\0\x80?", "has 3 elements"),
         (b"\x80\x02]q\x00", b"\x80\x02Nq\x00", "reads|stack|cannot|list"),
     ],
@@ -146,6 +145,21 @@ def test_contradictions(tmp_path: Path, old: bytes, new: bytes, message: str) ->
     assert old in data
     with pytest.raises(FormatError, match=message):
         parsed(tmp_path, data.replace(old, new))
+
+
+def test_a_file_of_a_big_endian_machine_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    """torch writes the numbers of legacy files as little-endian on every machine, and ignores the recorded order."""
+    data = saved({"a": torch.arange(3.0)}, **LEGACY)
+    big = data.replace(b"little_endianq\x02\x88", b"little_endianq\x02\x89")
+    assert big != data
+    assert torch.equal(torch.load(io.BytesIO(big))["a"], torch.arange(3.0))
+    assert parsed(tmp_path, big).storage_ranges == parsed(tmp_path, data).storage_ranges
+    broken = big.replace(b"cpuq", b"cpu\0")
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported operand 0"):
+        torch.load(io.BytesIO(broken))
+    with pytest.raises(FormatError) as raised:
+        parsed(tmp_path, broken)
+    assert not isinstance(raised.value, UnsupportedFormat)
 
 
 def test_globals_hidden_in_the_pickles_around_the_object_are_listed(tmp_path: Path) -> None:
