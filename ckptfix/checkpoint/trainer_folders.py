@@ -28,6 +28,9 @@ _MAX_STATE = 256 << 20
 _HEAD = 64 << 10
 _HISTORY = b'"log_history"'
 """The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step`` come before it."""
+_JSON_SPACES = " \t\n\r"
+_AT_CUT = 16
+"""Where data is cut, json complains of the word or character there, or of a string that stays open."""
 _OF_DEEPSPEED = re.compile("global_step[0-9]+")
 """Folder of DeepSpeed's own checkpoint, which holds optimizer and scheduler."""
 
@@ -117,40 +120,79 @@ def trainer_step(checkpoint: Path) -> int:
 
 
 def _global_step(checkpoint: Path) -> Any:
-    return json.loads(read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"")["global_step"]
+    # The Trainer reads UTF-8 alone; of bytes json takes UTF-16 and UTF-32, too.
+    return json.loads((read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"").decode())["global_step"]
 
 
 class TrainerProgress(NamedTuple):
-    """The step and the epoch of a checkpoint; None where they are not recorded. ``problem``: why, in words."""
+    """The step and the epoch of a checkpoint; None where they are not recorded. ``problem``: why, in words.
+
+    ``is_broken``: the Trainer's resume cannot read the file. ``unread``: the part that was not read, in words.
+    """
 
     step: int | None = None
     epoch: float | None = None
     problem: str = ""
+    is_broken: bool = False
+    unread: str = ""
 
 
-def trainer_progress(checkpoint: Path) -> TrainerProgress:
-    """Return what the head of ``trainer_state.json`` records; its history can have a million lines."""
-    is_cut = False
+def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProgress:
+    """Return what the head of ``trainer_state.json`` records; its history can have a million lines.
+
+    ``complete``: read all of it.
+    """
+    limit = _MAX_STATE if complete else _HEAD
     try:
-        data = read_start(checkpoint / TRAINER_STATE, _HEAD) or b""
-        if is_cut := len(data) == _HEAD:
-            data = data.partition(_HISTORY)[0].rstrip().removesuffix(b",") + b"}"
-        state = json.loads(data)
+        data = read_start(checkpoint / TRAINER_STATE, limit) or b""
     except OSError as error:
-        return TrainerProgress(problem=f"{TRAINER_STATE}: {unreadable(checkpoint / TRAINER_STATE, error)}")
-    except (ValueError, RecursionError):
-        why = f"no step in its first {human_size(_HEAD)}" if is_cut else "not JSON"
-        return TrainerProgress(problem=f"{TRAINER_STATE}: {why}")
-    if not isinstance(state, dict):
-        return TrainerProgress(problem=f"{TRAINER_STATE}: not a JSON object")
+        return TrainerProgress(problem=unreadable(checkpoint / TRAINER_STATE, error))
+    is_cut = len(data) == limit
+    help_ = "" if complete else "; ckptfix check --data reads it"
+    unread = f"{TRAINER_STATE} after its first {human_size(limit)}{help_}" if is_cut else ""
+    state, broken = _object_in(data, is_cut=is_cut)
+    if broken:
+        return TrainerProgress(problem=broken, is_broken=True, unread=unread)
+    if state is None:
+        head = data.partition(_HISTORY)[0].rstrip().removesuffix(b",") + b"}"
+        try:
+            state = json.loads(head)
+        except ValueError:
+            return TrainerProgress(problem=f"no step in its first {human_size(limit)}", unread=unread)
     step, epoch = state.get("global_step"), state.get("epoch")
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53
     is_epoch = isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
     return TrainerProgress(
         step=step if is_step else None,
         epoch=epoch if is_epoch else None,
-        problem="" if is_step else f'{TRAINER_STATE}: "global_step" is not a count',
+        problem="" if is_step else '"global_step" is not a count',
+        unread=unread,
     )
+
+
+def _object_in(data: bytes, *, is_cut: bool) -> tuple[dict[str, Any] | None, str]:
+    """Return the object in a ``trainer_state.json``, None where the cut hides it; and why the Trainer cannot read it.
+
+    ``TrainerState.load_from_json`` (transformers 5.23) takes an object in UTF-8, and nothing else.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        if not is_cut or error.start < len(data) - _AT_CUT:
+            return None, f"not UTF-8 at byte {error.start}"
+        text = data[: error.start].decode()
+    if not text.lstrip(_JSON_SPACES).startswith("{"):
+        return None, "not a JSON object" if text else "empty"
+    try:
+        return json.loads(text), ""
+    except RecursionError:
+        return None, "nested too deeply"
+    except json.JSONDecodeError as error:
+        is_of_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - _AT_CUT
+        return None, "" if is_cut and is_of_cut else f"not JSON at line {error.lineno}, column {error.colno}"
+    except ValueError:
+        # int() of Python takes up to 4300 digits.
+        return None, "a number is too long"
 
 
 def is_model_alone(missing: Collection[MissingState]) -> bool:

@@ -33,7 +33,7 @@ from ckptfix.checkpoint.manifest import (
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
-from ckptfix.checkpoint.trainer_folders import MissingState, missing_among, random_states
+from ckptfix.checkpoint.trainer_folders import MissingState, TrainerProgress, missing_among, random_states
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
@@ -132,6 +132,24 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
         missing.insert(0, TRAINER_STATE)
     if missing:
         yield _lost_by_trainer(tuple(missing), there)
+
+
+def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> Iterator[Finding]:
+    """Yield a ``trainer_state.json`` that the Trainer cannot read, though all weights may be intact.
+
+    Next to random states of Accelerate it is a file of a script, whatever it holds.
+    """
+    is_of_accelerate = any(
+        one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in folder.components
+    )
+    if trainer.is_broken and not is_of_accelerate:
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(TRAINER_STATE),
+            missing=(TRAINER_STATE,),
+            known_by="it cannot be read",
+            of_trainer=True,
+            problem=trainer.problem,
+        )
 
 
 def _as_said(state: MissingState) -> int:

@@ -7,13 +7,14 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.entries import ModelFiles, group_files
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
+from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.completeness import diagnose_save
+from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
 from ckptfix.diagnosis.families import diagnose_families
@@ -108,9 +109,9 @@ class Diagnosis:
 
     ``unfinished``: files that may not be read, each with its path, the reason, and the command that helps.
 
-    ``manifest``: that of the save, None without one. ``digests``: of the bytes that were read to prove a
-    duplicate, by kept file, for the journal. ``links``:
-    the symbolic links of a folder with a file that a repair may drop or move, and their targets
+    ``manifest``: that of the save, None without one. ``trainer``: what ``trainer_state.json`` records.
+    ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the journal. ``links``: the
+    symbolic links of a folder with a file that a repair may drop or move, and their targets
     (``links_below``).
     """
 
@@ -121,6 +122,7 @@ class Diagnosis:
     groups: tuple[ModelFiles, ...]
     optimizers: tuple[SavedOptimizer, ...]
     manifest: Manifest | None
+    trainer: TrainerProgress
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
     unfinished: tuple[str, ...]
@@ -212,6 +214,9 @@ def diagnose(
             findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)
         of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
         findings += of_save.findings
+        is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
+        trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
+        findings += broken_trainer_state(folder, trainer)
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
     findings.sort(
@@ -229,9 +234,11 @@ def diagnose(
         groups=groups,
         optimizers=optimizers,
         manifest=evidence.manifest,
+        trainer=trainer,
         findings=tuple(findings),
         not_checked=(
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
+            *([trainer.unread] if trainer.unread else ()),
             *of_save.unchecked,
         ),
         unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),
@@ -309,7 +316,8 @@ def _not_checked(
     if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
         words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
-    known |= {PurePosixPath(REPORT), *(one.path for one in findings if isinstance(one, InterruptedSave))}
+    known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}
+    known |= {one.path for one in findings if isinstance(one, InterruptedSave)}
     strays = [str(path) for path in folder.strays if path not in known and path.name not in looked_at]
     if strays and folder.only is None:
         words.append(f"other files next to it: {list_names(strays)}")

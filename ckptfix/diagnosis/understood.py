@@ -17,7 +17,6 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
-from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer
@@ -39,7 +38,7 @@ _OPTIMIZERS = (
 _MOST_STATES = 16
 """No optimizer keeps as many states for a parameter; a hostile pickle can name a million."""
 
-READ_BY_UNDERSTAND = (CONFIG, ADAPTER, TRAINER_STATE)
+READ_BY_UNDERSTAND = (CONFIG, ADAPTER)
 """The files that nothing but ``understand`` reads."""
 
 
@@ -185,15 +184,17 @@ class Understood(_Recorded):
 
 
 def understand(diagnosis: Diagnosis) -> Understood:
-    """Return what is known of a diagnosed folder. Reads up to three small JSON files, each once."""
-    folder, manifest = diagnosis.folder, diagnosis.manifest
+    """Return what is known of a diagnosed folder. Reads up to two small JSON files, each once."""
+    folder, manifest, progress = diagnosis.folder, diagnosis.manifest, diagnosis.trainer
     names = {path.name for path in folder.strays} if folder.only is None else set()
     configs = {name: read_model_config(folder.root, name) for name in (CONFIG, ADAPTER) if name in names}
-    progress = trainer_progress(folder.root) if TRAINER_STATE in names else TrainerProgress()
     models = list(_models(diagnosis))
     described, config = _described(models, configs)
     libraries = {library: version for one in configs.values() for library, version in one.libraries}
     problems = [words for one in configs.values() for words in one.problems]
+    is_told = any(one.path == PurePosixPath(TRAINER_STATE) for one in diagnosis.findings)
+    if progress.problem and not is_told:
+        problems.append(f"{TRAINER_STATE}: {progress.problem}")
     return Understood(
         models=described,
         optimizers=tuple(_optimizer(one, diagnosis) for one in diagnosis.optimizers),
@@ -202,7 +203,7 @@ def understand(diagnosis: Diagnosis) -> Understood:
         step=progress.step,
         epoch=progress.epoch,
         libraries={**(manifest.versions if manifest is not None else {}), **libraries},
-        problems=tuple(problems) + ((progress.problem,) if progress.problem else ()),
+        problems=tuple(problems),
     )
 
 

@@ -304,20 +304,73 @@ def test_a_broken_config_is_told_and_the_report_goes_on(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "not JSON"),
+        (b"", "empty"),
         (b"[]", "not a JSON object"),
         (b"{}", '"global_step" is not a count'),
         (b'{"global_step": "5"}', '"global_step" is not a count'),
         (b'{"global_step": true}', '"global_step" is not a count'),
-        (b"[" * 60_000, "not JSON"),
-        (b"[" * 200_000, "no step in its first 64.0 KiB"),
-        (b"\0" * 100_000, "no step in its first 64.0 KiB"),
+        (b"[" * 60_000, "not a JSON object"),
+        (b'{"a": ' * 60_000, "nested too deeply"),
+        (b"\0" * 100_000, "not a JSON object"),
+        (b'{"a": "' + b"b" * 100_000, "no step in its first 64.0 KiB"),
     ],
 )
 def test_a_broken_state_of_the_trainer(content: bytes, problem: str, folder: Path) -> None:
     (folder / "trainer_state.json").write_bytes(content)
     assert f"  trainer_state.json: {problem}" in understood(folder)
     assert check(folder).as_json()["understood"].keys().isdisjoint({"step", "epoch"})
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "empty"),
+        (b"[]", "not a JSON object"),
+        (b'\xef\xbb\xbf{"global_step": 2}', "not a JSON object"),
+        (b'{"global_step": 2,}', "not JSON at line 1, column 19"),
+        (b'{"global_step": 2}\0', "not JSON at line 1, column 19"),
+        (b'{"global_step": 2, "log_history": ["a\xff"]}', "not UTF-8 at byte 37"),
+        ('{"global_step": 2}'.encode("utf-16"), "not UTF-8 at byte 0"),
+        (b'{"global_step": ' + b"1" * 5000 + b"}", "a number is too long"),
+        (b'{"global_step": 2, "a": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", "nested too deeply"),
+        (b'{"global_step": 2, "log_history": [\0' + b" " * 100_000, "not JSON at line 1, column 36"),
+    ],
+)
+def test_a_state_that_the_trainer_cannot_read_is_a_warning(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    from transformers.trainer_callback import TrainerState
+
+    of_trainer = tmp_path / "checkpoint-2"
+    of_trainer.mkdir()
+    shutil.copy(CLEAN / "model.safetensors", of_trainer)
+    (of_trainer / "trainer_state.json").write_bytes(content)
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        TrainerState.load_from_json(str(of_trainer / "trainer_state.json"))
+    report = check(of_trainer)
+    assert report.status == 1
+    (warning,) = report.findings
+    assert (warning.code, str(warning)) == ("incomplete-checkpoint", f"trainer_state.json: {problem}")
+    assert warning.advice.startswith("the Trainer cannot resume without it; copy it again")
+    assert report.understood.problems == ()
+
+
+def test_a_state_of_the_trainer_that_is_longer_than_its_head(tmp_path: Path) -> None:
+    """The end of the head is inside a word, a character or a list: it is not an error of the file."""
+    of_trainer = tmp_path / "checkpoint-2"
+    of_trainer.mkdir()
+    shutil.copy(CLEAN / "model.safetensors", of_trainer)
+    path = of_trainer / "trainer_state.json"
+    for size in range(65_400, 65_560):
+        history = [{"loss": "x" * size, "ü": -1.5e-7, "b": [True, None, "\u20ac\n"]}]
+        path.write_text(json.dumps({"global_step": 2, "log_history": history}, ensure_ascii=False))
+        report = check(of_trainer)
+        assert (report.status, report.understood.step) == (0, 2)
+    beyond = "trainer_state.json after its first 64.0 KiB; ckptfix check --data reads it"
+    assert beyond in report.not_checked
+    path.write_bytes(path.read_bytes()[:-1])
+    assert check(of_trainer).status == 0
+    assert check(of_trainer, data=True).status == 1
 
 
 def test_something_else_under_the_name_of_a_config(folder: Path) -> None:
@@ -340,7 +393,7 @@ def test_a_store_gets_one_request_for_each_config(monkeypatch: pytest.MonkeyPatc
             store.put(path.name, path.read_bytes())
         for name in ("config.json", "adapter_config.json"):
             store.put(name, small)
-        store.put("trainer_state.json", small + b" " * (2 << 20))
+        store.put("trainer_state.json", b'{"a": "' + b" " * (2 << 20))
         with counted() as reads:
             report = check(url)
         return {key: count for key, (count, _) in reads.items()}, report

@@ -41,20 +41,26 @@ class IncompleteCheckpoint(Finding):
     """Missing states of a save, by its other files or by the checkpoints of the same run.
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
-    ``of_trainer``: transformers' Trainer wrote the others.
+    ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
     """
 
     code = "incomplete-checkpoint"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show"
+    meaning = (
+        "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show; or "
+        "`trainer_state.json` cannot be read"
+    )
 
     missing: tuple[str, ...]
     known_by: str
     by_rank: bool = False
     of_trainer: bool = False
+    problem: str = ""
 
     def __str__(self) -> str:
+        if self.problem:
+            return f"{self.path}: {self.problem}"
         are = "is" if len(self.missing) == 1 else "are"
         return f"{', '.join(self.missing[:3])}{self._more} {are} missing: {self.known_by}"
 
