@@ -30,7 +30,7 @@ _HISTORY = b'"log_history"'
 """The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step`` come before it."""
 _JSON_SPACES = " \t\n\r"
 _AT_CUT = 16
-"""Where data is cut, json complains of the word or character there, or of a string that stays open."""
+"""Characters before a cut where json complains of the cut word, unless it complains of a string that stays open."""
 _OF_DEEPSPEED = re.compile("global_step[0-9]+")
 """Folder of DeepSpeed's own checkpoint, which holds optimizer and scheduler."""
 

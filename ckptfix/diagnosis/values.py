@@ -1,6 +1,5 @@
 """Damage in the values of tensors: NaN, Inf, weights of zeros, lost pages, a LoRA that was never trained."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,16 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_folder_name
+from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component, scan_folder
 from ckptfix.checkpoint.keys import is_flat_name
+from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.reports import Serialized
-from ckptfix.storage.reading import OpenFiles, Piece, read_start
+from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import count_of, human_size, layer_of, list_names
@@ -173,11 +173,7 @@ def has_stepped(root: Path) -> bool:
     Reads headers. Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet.
     After a step they have other values.
     """
-    try:
-        steps = json.loads(read_start(root / TRAINER_STATE, 256 << 20) or b"").get("global_step")
-    except (OSError, ValueError, AttributeError):
-        steps = 0
-    if isinstance(steps, int) and steps > 0:
+    if trainer_progress(root).step:
         return True
     folder = parse_folder_name(Path(os.path.abspath(root)).name)
     if folder is not None and folder.role is Role.MODEL:  # the optimizer's folder is next to it
