@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptfix.errors import UsageError
 from ckptfix.training import LoadPolicy, Requirement
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
+from ckptfix.training.resuming import run_state
+from ckptfix.training.resuming.generators import capture
 from tests.training.trainer_kills import build, losses, transformers
 
 pytestmark = [
@@ -135,6 +138,27 @@ def test_data_that_are_drawn_at_random_go_on_as_well(tmp_path: Path, arguments: 
     assert all(
         value.equal(resumed.model.state_dict()[name]) for name, value in trainer.model.state_dict().items()
     )
+
+
+def test_between_epochs_a_run_state_of_0_5_0_leaves_the_generators_to_the_file_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"augment": True, "dataloader_num_workers": 0, "max_steps": 40, "save_steps": 32}
+    # 0.5.0 recorded them at the beginning of a save, so before what a method of the Trainer drew in it.
+    torch.manual_seed(123)
+    before, collect = capture(), run_state.collect
+
+    def collect_as_0_5_0(accelerator: Any, random: Any, states: Any) -> dict[str, Any]:
+        return {**collect(accelerator, before, states), "version": 1}
+
+    trainer = build(tmp_path, [], **given)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_state, "collect", collect_as_0_5_0)
+        trainer.train()
+    shutil.rmtree(tmp_path / "checkpoint-40")
+    resumed = build(tmp_path, [], **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(trainer)
 
 
 def test_what_transformers_saved_alone_is_said_not_to_go_on_with_such_data(

@@ -55,8 +55,11 @@ _NO_STATE = f"no {TRAINER_STATE}, which the Trainer writes last"
 
 _PARTS = {Role.OPTIMIZER: Part.OPTIMIZERS, Role.SCHEDULER: Part.SCHEDULERS, Role.RNG_STATE: Part.RNG}
 _settings: dict[str, LoadPolicy] = {}
-_exact: "weakref.WeakKeyDictionary[Any, GeneratorStates]" = weakref.WeakKeyDictionary()
-"""Trainers that go on from a run state, with the generators at the end of their save."""
+_exact: "weakref.WeakKeyDictionary[Any, GeneratorStates | None]" = weakref.WeakKeyDictionary()
+"""Trainers that go on from a run state, with the generators at the end of their save.
+
+None: 0.5.0 recorded the generators at the beginning of the save, so the Trainer's own file has later ones.
+"""
 
 _log = logging.getLogger("ckptfix")
 
@@ -142,8 +145,11 @@ def load_random_states(trainer: Any, method: Method, checkpoint: Any, *args: Any
     """
     if trainer not in _exact:
         return method(checkpoint, *args, **kwargs)
-    if not positions.is_under_way(trainer.accelerator):
-        restore(_exact[trainer])
+    if positions.is_under_way(trainer.accelerator):
+        return None
+    if (at_end := _exact[trainer]) is None:
+        return method(checkpoint, *args, **kwargs)
+    restore(at_end)
     return None
 
 
@@ -166,7 +172,8 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
     if not skips:
         left.add(Part.DATALOADERS.value)
     if not run_state.go_on_and_report(accelerator, checkpoint, left=frozenset(left)) and skips:
-        _exact[trainer] = capture()
+        is_of_end = run_state.read(checkpoint, accelerator.process_index)["version"] > 1
+        _exact[trainer] = capture() if is_of_end else None
 
 
 def _found(folder: Path, given: Any) -> list[Candidate]:
