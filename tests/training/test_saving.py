@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.resuming.guarded_load import latest_checkpoint
+from ckptfix.training.saving import joint_saves, save_state
 from tests.sampling import is_sampled
 from tests.training.killing import Steps
 from tests.training.ranks import run_ranks
@@ -528,6 +529,84 @@ def test_nodes_without_a_shared_disk_each_have_a_whole_part(tmp_path: Path) -> N
 
     assert run_ranks(2, work) == [0, 0]
     if (tmp_path / "not allowed").exists():
+        pytest.skip("no mount namespace for this user")
+
+
+_PARTS: list[tuple[Any, str, int]] = [
+    (save_state, "plan_staging", 0),
+    (joint_saves, "begin", 0),
+    (joint_saves, "begin", 1),
+    (save_state, "_recorded", 0),
+    (save_state, "_recorded", 1),
+    (save_state, "sync_file", 1),
+    (save_state, "make_manifest", 0),
+    (joint_saves, "commit", 0),
+    (save_state, "rotate", 0),
+]
+"""The parts of a save of two nodes with one disk, and the rank that does each."""
+
+
+@FORKS
+def test_whatever_part_of_a_save_fails_on_one_rank_fails_on_all_and_the_next_save_is_complete(
+    tmp_path: Path,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def work(rank: int) -> None:
+        os.environ["LOCAL_RANK"] = "0"  # each is the first process of its node
+        accelerator, model = run(tmp_path, total_limit=1)
+        for number, (module, part, victim) in enumerate(_PARTS):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == victim:
+                    patch.setattr(module, part, fail)
+                with pytest.raises(OSError, match="No space left"):
+                    accelerator.save_state()
+            set_weight(model, float(number))
+            saved = accelerator.save_state()
+            assert incomplete(saved) is None, part
+            set_weight(model, -1.0)
+            accelerator.load_state(str(saved))
+            assert weight_of(model) == number, part
+
+    assert run_ranks(2, work) == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+@FORKS
+def test_no_rank_goes_on_while_another_commits_or_removes_old_checkpoints(tmp_path: Path) -> None:
+    disk, ended = tmp_path / "disk", tmp_path / "ended"
+    disk.mkdir()
+    ended.mkdir()
+
+    def work(rank: int) -> None:
+        os.environ["LOCAL_RANK"] = "0"
+        owns = rank == 0 or own_disk(disk)
+        accelerator, _ = run(disk, total_limit=1)
+
+        def slowed(name: str, part: Callable[..., Any], pause: float) -> Callable[..., Any]:
+            def slowly(*given: Any) -> Any:
+                time.sleep(pause)
+                result = part(*given)
+                (ended / f"{name}-{rank}").touch()
+                return result
+
+            return slowly
+
+        joint_saves.commit = slowed("commit", joint_saves.commit, 0.3 + rank)
+        save_state.rotate = slowed("rotate", save_state.rotate, 1.3 - rank)
+        accelerator.save_state()
+        seen = {path.name for path in ended.iterdir()}
+        assert {"commit-0", "rotate-0"} <= seen
+        if owns:
+            (ended / f"owns-{rank}").touch()
+        accelerator.wait_for_everyone()
+        if (ended / "owns-1").exists():
+            assert {"commit-1", "rotate-1"} <= seen
+
+    assert run_ranks(2, work) == [0, 0]
+    if not (ended / "owns-1").exists():
         pytest.skip("no mount namespace for this user")
 
 

@@ -137,6 +137,7 @@ def run(
     transformers.modeling_utils.safe_save_file = steps.around(transformers.modeling_utils.safe_save_file)
     if guard:  # killed before and after each meeting of the processes, too
         Ranks.agree = steps.around(Ranks.agree)  # type: ignore[method-assign]
+        Ranks.on_main = steps.around(Ranks.on_main)  # type: ignore[method-assign]
     settings = turn_on_deepspeed(stage) if stage else {}
     trainer = build(output, [Arms(steps)], augment=True, eval_strategy="steps", eval_steps=3, **settings)
     trainer.train(resume_from_checkpoint=True if resume else None)
