@@ -116,7 +116,7 @@ def test_a_save_after_the_old_file_was_kept_is_kept_beside_it(
         os.rename(root / "part", root / "zip")
 
     monkeypatch.setattr(applying, "_check_taken", check_taken)
-    with pytest.raises(JournalError, match="changed while it was read"):
+    with pytest.raises(JournalError, match="saved again"):
         do(root, (EDITS["replace"][1](root),))
     assert (root / "zip").read_bytes() == b"a new save"
     assert (root / ".ckptfix" / "0001.pending" / "0.kept").read_bytes() == b"zip" * 100
