@@ -42,13 +42,14 @@ class TrainedParameter(NamedTuple):
     """Facts in an optimizer's state about one parameter.
 
     ``shape``: of its largest moment, None without one. ``rate``: the learning rate that was saved, which is that of the
-    next step; ``is_warming``: a scheduler has kept it below its first value. ``step``: None where the optimizer counts
-    none. ``moments``: the byte ranges of what gradients leave behind.
+    next step. ``is_scheduled``: a scheduler sets it. ``is_warming``: it has kept it below its first value. ``step``:
+    None where the optimizer counts none. ``moments``: the byte ranges of what gradients leave behind.
     """
 
     name: str
     shape: Shape | None
     rate: float
+    is_scheduled: bool
     is_warming: bool
     step: float | None
     moments: tuple[tuple[int, int], ...]
@@ -59,7 +60,7 @@ class TrainedParameter(NamedTuple):
         A warm-up begins at 0: with it the first step changes nothing. ``epochs``: the steps by the schedulers.
         """
         steps = self.step if self.step is not None else epochs if self.is_warming else 2
-        return self.rate > 0 and steps >= (2 if self.is_warming else 1)
+        return self.rate > 0 and steps >= (2 if self.is_scheduled else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,7 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
                     name=name,
                     shape=max((one.shape for one in moments), key=lambda one: (len(one), one), default=None),
                     rate=rate,
+                    is_scheduled=first is not None,
                     is_warming=first is not None and rate < first,
                     step=number("step", child(state, "step")),
                     moments=tuple(place for one in moments if (place := _place(file, one)) is not None),

@@ -42,7 +42,9 @@ from ckptfix.wording import Line, line
     ],
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH)
-@click.option("--data", is_flag=True, help="Read every byte of look-alikes and check every checksum.")
+@click.option(
+    "--data", is_flag=True, help="Read every byte of look-alikes, and compare the checksums inside of files."
+)
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(
     "--verbose",

@@ -117,7 +117,7 @@ class SalvageReceipt(Printable, Serialized):
             return tuple(repairs)
         load = "load_checkpoint_tolerant(model, FOLDER, policy=LoadPolicy(models='partial'))"
         rest = f", or load the rest with ckptfix.{load}" if self.saved else ""
-        return (*repairs, f"take what is lost from another checkpoint of the run{rest}")
+        return (*repairs, f"resume from another complete checkpoint of the run{rest}")
 
     @property
     def tensors(self) -> int:

@@ -31,8 +31,8 @@ class DoubledModel(Finding):
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
         return (
             f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
-            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}); the script "
-            "passed this model to prepare() twice"
+            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}), as after a "
+            "second prepare() of this model"
         )
 
     @property
@@ -51,7 +51,9 @@ class DoubledModel(Finding):
         )
 
 
-WRONG_IF = "wrong where the script keeps an equal copy on purpose (an EMA, a target network)"
+WRONG_IF = (
+    "wrong where the script keeps an equal copy on purpose (an EMA, a target network, a wrapper of the model)"
+)
 """The case in which the default repair deletes what the script needs: nothing in one checkpoint shows it."""
 
 

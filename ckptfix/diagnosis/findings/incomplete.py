@@ -84,9 +84,16 @@ class IncompleteCheckpoint(Finding):
         if self.of_trainer:
             copied = "it" if len(self.missing) == 1 else "them"
             return f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete checkpoint"
+        if all(name.startswith("random_states_") for name in self.missing):
+            # accelerate catches the error and logs it (checkpointing.py:load_accelerator_state).
+            return (
+                "those processes resume with new random states; copy the files again, or ignore this if the run now "
+                "has fewer processes"
+            )
+        what = "this file" if len(self.missing) == 1 else "these files"
         return (
-            "load_state fails without them; copy them again, or resume from a complete checkpoint; where the script "
-            "has no such object any more, all is well"
+            f"load_state fails without {what}; copy {what} again, or resume from a complete checkpoint; ignore this if "
+            "the script no longer has such an object"
         )
 
     @property
