@@ -594,8 +594,8 @@ def test_no_rank_goes_on_while_another_commits_or_removes_old_checkpoints(tmp_pa
 
             return slowly
 
-        joint_saves.commit = slowed("commit", joint_saves.commit, 0.3 + rank)
-        save_state.rotate = slowed("rotate", save_state.rotate, 1.3 - rank)
+        for module, name, pause in ((joint_saves, "commit", 0.3 + rank), (save_state, "rotate", 1.3 - rank)):
+            setattr(module, name, slowed(name, getattr(module, name), pause))
         accelerator.save_state()
         seen = {path.name for path in ended.iterdir()}
         assert {"commit-0", "rotate-0"} <= seen

@@ -143,7 +143,7 @@ def test_data_that_are_drawn_at_random_go_on_as_well(tmp_path: Path, arguments: 
 def test_between_epochs_a_run_state_of_0_5_0_leaves_the_generators_to_the_file_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"augment": True, "dataloader_num_workers": 0, "max_steps": 40, "save_steps": 32}
+    given: dict[str, Any] = {"augment": True, "dataloader_num_workers": 0, "max_steps": 40, "save_steps": 32}
     # 0.5.0 recorded them at the beginning of a save, so before what a method of the Trainer drew in it.
     torch.manual_seed(123)
     before, collect = capture(), run_state.collect
