@@ -188,7 +188,7 @@ def test_unguarded_the_repaired_folder_fails_as_check_and_repair_said(tmp_path: 
         target = tmp_path / name
         shutil.copytree(FIXTURES / "accelerate-1.15.0" / name / "checkpoint", target)
         models = len({id(use) for use in scenario.models})
-        said, _ = repair(target, policy=Policy(keep={Role.MODEL: models})).advice
+        said, *_ = repair(target, policy=Policy(keep={Role.MODEL: models})).advice
         cases.append((scenario, target, re.findall(r"pytorch_model_\d+\.bin", said)))
 
     def work(rank: int) -> None:
