@@ -141,14 +141,16 @@ def _check_all(
 class Resume(Serialized):
     """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None where it finds none.
 
-    ``problem``: why there is none, or what speaks against it. ``passed_over``: incomplete ones that are newer.
+    ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in which check found
+    no problem, where that is another one. ``passed_over``: incomplete ones that are newer.
     """
 
-    json_keys: ClassVar = "run checkpoint problem passed_over"
+    json_keys: ClassVar = "run checkpoint problem clean? passed_over"
 
     run: Path
     checkpoint: Path | None
     problem: str = ""
+    clean: Path | None = None
     passed_over: tuple[str, ...] = ()
 
     @property
@@ -156,6 +158,8 @@ class Resume(Serialized):
         """The answer as a sentence."""
         if self.checkpoint is None:
             return f"{self.run}: no checkpoint to resume from: {self.problem}"
+        if self.clean is not None:
+            return f"resume from {self.clean}: {self.checkpoint} is newer and complete, {self.problem}"
         but = f", {self.problem}" if self.problem else ""
         return f"resume from {self.checkpoint}, the newest complete one{but}"
 
@@ -204,8 +208,19 @@ class Runs:
         return [self._answer(run) for run in self._unclean]
 
     def _answer(self, run: Path) -> Resume:
+        def look(path: Path, number: int) -> Candidate:
+            return self._known.get(path) or judge(path, number)
+
+        def look_for_clean(path: Path, number: int) -> Candidate:
+            is_clean = path.name not in self._unclean[run]
+            return (
+                look(path, number)
+                if is_clean
+                else Candidate(path=path, number=number, problem="check found problems")
+            )
+
         try:
-            choice = choose(run, look=lambda path, number: self._known.get(path) or judge(path, number))
+            choice = choose(run, look=look)
         except FAILURES as error:
             return Resume(run=run, checkpoint=None, problem=ending_of(error).message)
         if choice is None:
@@ -219,11 +234,14 @@ class Runs:
                 problem = f"{names} are complete, and their times do not say which is newer"
             return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
         best, problem = choice.best.path, ""
+        clean: Path | None = None
         if best.name in self._unclean[run]:
             problem = "but check found problems in it (see above)"
+            other = choose(run, look=look_for_clean)
+            clean = other.best.path if other is not None and other.best is not None else None
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
-        return Resume(run=run, checkpoint=best, problem=problem, passed_over=passed_over)
+        return Resume(run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over)
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

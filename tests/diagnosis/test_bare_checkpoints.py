@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ckptfix
-from ckptfix import check
+from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint import latest
 from ckptfix.checkpoint.latest import choose
 from ckptfix.cli import run
@@ -306,6 +306,23 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
         f"{tmp_path}/c: no checkpoint to resume from: checkpoint-7: neither random_states_0.pkl, which save_state "
         "writes near its end, nor the Trainer's trainer_state.json",
     ]
+
+
+def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(tmp_path: Path, said: Said) -> None:
+    """Complete by its headers, and load_state fails: the optimizer lost its last bytes in a copy."""
+    for number in (1, 2, 3):
+        shutil.copytree(CLEAN, tmp_path / f"checkpoint_{number}")
+    optimizer = tmp_path / "checkpoint_3" / "optimizer.bin"
+    os.truncate(optimizer, optimizer.stat().st_size - 10)
+    status, out, _ = said("check", "-r", tmp_path)
+    assert status == 1
+    assert answers(out) == [
+        f"resume from {tmp_path}/checkpoint_2: {tmp_path}/checkpoint_3 is newer and complete, but check found problems "
+        "in it (see above)"
+    ]
+    (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
+    assert resume["checkpoint"] == str(tmp_path / "checkpoint_3") == str(latest_checkpoint(tmp_path))
+    assert resume["clean"] == str(tmp_path / "checkpoint_2")
 
 
 def test_a_link_that_is_newest_is_not_called_checked(tmp_path: Path, said: Said) -> None:
