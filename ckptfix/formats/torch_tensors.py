@@ -228,10 +228,21 @@ def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> P
         or offset < 0
         or dimensions != len(stride)
         or dimensions > _MAX_DIMENSIONS
+        or (span := _span(DTYPE_BITS[dtype] // 8, offset, shape, stride, storage.nbytes)) is None
     ):
-        return None
-    span = _span(DTYPE_BITS[dtype] // 8, offset, shape, stride, storage.nbytes)
-    if span is None:
+        if all(type(number) is int for number in (offset, *shape, *stride)) and (
+            min(offset, *shape, 0) < 0
+            or dimensions != len(stride)
+            # torch ignores the stride of a dimension of length 1, and all strides of an empty tensor.
+            or (
+                0 not in shape
+                and any(step < 0 and length > 1 for length, step in zip(shape, stride, strict=True))
+            )
+        ):
+            # Tensor.set_() of torch raises a RuntimeError; read as "no plain tensor" it was left out, and nothing said.
+            raise FormatError(
+                f"the tensor {key.value!r:.200} has an offset, sizes or strides that torch refuses"
+            )
         return None
     begin, end = span
     if end is not None and end > storage.nbytes:

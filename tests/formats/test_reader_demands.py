@@ -193,6 +193,34 @@ def test_what_torch_writes_is_read_without_a_checksum(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
 
 
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"),
+    [
+        (-1, (2, 3), (3, 1)),
+        (0, (-2, 3), (3, 1)),
+        (0, (2, 3), (-3, 1)),
+        (0, (2, 3), (1,)),
+        (0, (6,), (3, 1)),
+    ],
+)
+def test_numbers_of_a_tensor_that_torch_refuses_are_damage(
+    tmp_path: Path, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    class Made:
+        def __reduce__(self) -> tuple[Any, ...]:
+            storage = torch.arange(6.0).untyped_storage()
+            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
+            return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, False, OrderedDict())
+
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": Made()}, path)
+    with pytest.raises(RuntimeError):
+        torch.load(path, weights_only=True)
+    report = check(path)
+    assert [finding.code for finding in report.findings] == ["malformed-file"]
+    assert report.status == 1
+
+
 def test_an_untyped_storage_in_a_legacy_file_is_told(tmp_path: Path) -> None:
     data = saved({"a": torch.ones(2, dtype=torch.uint16)}, **LEGACY)
     with pytest.raises(AttributeError, match="has no attribute 'dtype'"):
