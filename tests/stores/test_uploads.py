@@ -564,7 +564,8 @@ def test_an_upload_that_one_process_fails_commits_nothing(tmp_path: Path, bucket
     command = ("migrate", source, f"{bucket}/checkpoint_7", "--to", "safetensors", "--max-shard-size", "40KB")
     failed = ranks(*command, strike=(rank, 0, "error-in-uploads"), CKPTFIX_STAGING=str(tmp_path))
     assert [process.returncode for process in failed] == [3, 3]
-    assert "Input/output error" in failed[0].stderr
+    # The cause is named by the process that met it; another one may have been stopped before it heard of it.
+    assert any("Input/output error" in process.stderr for process in failed)
     assert not is_committed(open_store(f"{bucket}/checkpoint_7"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     refused = ranks(*command, "--partial", tmp_path / "partial")

@@ -93,7 +93,7 @@ def test_the_newest_is_found_while_a_run_deletes_its_oldest(bucket: Cloud) -> No
             bucket.write(key, b"always another one")
 
     bucket.strike = write
-    with pytest.raises(ChangedError, match="next: wait until it has finished"):
+    with pytest.raises(ChangedError, match="next: wait until the save has ended"):
         latest_checkpoint(RUN)
 
 

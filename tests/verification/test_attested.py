@@ -72,7 +72,7 @@ def repaired(folder: Path, **options: Any) -> Path:
 
 def migrated(folder: Path, to: str, **options: Any) -> Path:
     new = folder.with_name(f"{folder.name} as {to}")
-    migrate(folder, new, to=to, **options)
+    migrate(folder, new, to=to, allow_damage=True, **options)
     return new
 
 
