@@ -247,7 +247,7 @@ class Runs:
 def _annotations(result: CheckReport) -> Iterator[Annotation]:
     """Yield the findings of a checkpoint with what to do about each, and what may not be read."""
     for finding in result.all_findings:
-        sentences = [str(finding), finding.advice_at(str(result.path))]
+        sentences = [str(finding), *finding.advice_at(str(result.path)).splitlines()]
         if finding.is_fixable:
             sentences.append(f"next: {command('repair', result.path)}")
         words = "; ".join(filter(None, sentences))
