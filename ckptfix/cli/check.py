@@ -212,12 +212,9 @@ class Runs:
             return self._known.get(path) or judge(path, number)
 
         def look_for_clean(path: Path, number: int) -> Candidate:
-            is_clean = path.name not in self._unclean[run]
-            return (
-                look(path, number)
-                if is_clean
-                else Candidate(path=path, number=number, problem="check found problems")
-            )
+            if path.name in self._unclean[run]:
+                return Candidate(path=path, number=number, problem="check found problems")
+            return look(path, number)
 
         try:
             choice = choose(run, look=look)
