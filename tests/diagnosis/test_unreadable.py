@@ -153,9 +153,14 @@ def test_no_verb_calls_it_damage(
     ],
 )  # fmt: skip
 def test_a_folder_that_may_not_be_read_is_no_wrong_usage(
-    folder: Path, command: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """click printed "Path 'checkpoint' is not readable" below the usage, and nothing that helps."""
+    monkeypatch.chdir(tmp_path)  # `new` lies below a folder that nobody may search
     with nobody_may_read(folder):
         assert run(command.format(folder, folder).split()) == 3
     words = said(capsys)
