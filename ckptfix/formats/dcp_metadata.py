@@ -31,7 +31,7 @@ from ckptfix.formats.dcp_stream import (
 )
 from ckptfix.formats.pickle_globals import DTYPES
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, pairs
+from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, every_node, pairs
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.reading import FileReader
 
@@ -160,6 +160,10 @@ _NEVER_READ = frozenset({"NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4
 def _metadata(tree: PickleTree) -> DcpMetadata:
     if tree.persistent or tree.leftover or not _NEVER_READ.isdisjoint(tree.refused_opcodes):
         raise FormatError("the pickle holds what pickle.load of a file alone cannot make")
+    if not _frames_fit(tree):
+        raise FormatError(
+            "a frame of the pickle ends inside a value, which pickle.load of a file then reads wrongly"
+        )
     if tree.last_memo > len(tree.data):
         # CPython keeps the memo in an array as long as its highest entry: a MemoryError for 0x65616368.
         raise FormatError(f"the pickle writes memo entry {tree.last_memo}, which no pickler does")
@@ -181,6 +185,35 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
         if unknown:
             raise  # a planner or a writer of another package
         raise FormatError(str(error)) from None
+
+
+_UNFRAMED = 4
+"""A pickler writes fewer bytes than this without a frame (``Lib/pickle.py``, ``_Framer._FRAME_SIZE_MIN``)."""
+
+_LARGE = {b"X": 4, b"B": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
+"""Opcode -> bytes of its length: what a pickler writes between frames from 64 KiB on (``_FRAME_SIZE_TARGET``)."""
+
+
+def _frames_fit(tree: PickleTree) -> bool:
+    """Return whether each frame ends where a pickler ends one.
+
+    CPython drops the rest of a frame that is too short for the next value, and goes on in the file behind it.
+    """
+    data, starts = tree.data, {offset for offset, _ in tree.frames}
+    end = 0
+    for offset, length in tree.frames:
+        if offset < end:
+            return False
+        end = offset + 9 + length
+        if end in starts or end + _UNFRAMED > len(data):
+            continue
+        payloads = [(data[at : at + 1], at + 1) for at in range(end, end + _UNFRAMED)]
+        lengths = [
+            int.from_bytes(data[at : at + _LARGE[code]], "little") for code, at in payloads if code in _LARGE
+        ]
+        if not any(length >= 1 << 16 for length in lengths):
+            return False
+    return True
 
 
 def _is_known(module: str, name: str) -> bool:
@@ -219,6 +252,15 @@ class _Reading:
             raise UnsupportedFormat(
                 f"storage_meta is {words_for(meta)}, where torch's own writer puts a StorageMeta"
             )
+        for node in every_node(meta):
+            # The path of the save: pathlib raises a TypeError for a number among its parts.
+            is_path = (
+                node.kind in CALLS and type(node.head) is Node and node.head.head[0].startswith("pathlib")
+            )
+            if is_path and (
+                type(node.args) is not tuple or not all(type(part) is Text for part in node.args)
+            ):
+                raise FormatError(f"storage_meta calls {words_for(node)} with something else than text")
         save_id = fields_of(meta).get("save_id") if meta is not None else None
         return DcpMetadata(
             tree=self._tree,

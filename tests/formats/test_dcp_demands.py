@@ -81,6 +81,12 @@ def with_a_buffer(data: bytes) -> bytes:
     return data[:end] + b"\x98" + data[end:]
 
 
+def with_a_number_in_the_path(data: bytes) -> bytes:
+    """Let the last part of the path of the save be a number of the same length."""
+    (at,) = [at for _, arg, at in pickletools.genops(data) if arg == "save" and at is not None]
+    return data[:at] + b"\x8a\x04" + data[at + 2 :]
+
+
 METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown dtype": (replaced(b"\x8c\x05int64", b"\x8c\x05int66"), "unchecked-file"),
     "an unknown class": (replaced(b"_StorageInfo", b"_StorageInfp"), "unchecked-file"),
@@ -88,6 +94,7 @@ METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown layout": (replaced(b"torch.strided", b"torch.stridec"), "malformed-file"),
     "a list without an index": (edited(skip_a_group), "malformed-file"),
     "an item in an item": (edited(an_item_in_an_item), "malformed-file"),
+    "a number in the path of the save": (with_a_number_in_the_path, "malformed-file"),
     "a buffer": (with_a_buffer, "malformed-file"),
     "no storage_data": (replaced(b"storage_data", b"storage_dat_"), "malformed-file"),
 }
@@ -101,6 +108,19 @@ def test_metadata_that_the_loader_refuses_is_found(folder: Path, name: str) -> N
     with pytest.raises(CheckpointException):
         load(folder)
     assert [one.code for one in check(folder).findings] == [code]
+
+
+def test_a_frame_that_ends_inside_a_value_is_found(tmp_path: Path) -> None:
+    """``pickle.load`` drops the bytes before the end of the frame, where a value longer than its read buffer is cut."""
+    dcp.save({f"layer{number}": torch.ones(2) for number in range(160)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    data = path.read_bytes()
+    assert data[2:3] == b"\x95"
+    assert 16_384 < len(data) < 65_536
+    path.write_bytes(data[:3] + (len(data) - 11 - len("0.0\x94ub.")).to_bytes(8, "little") + data[11:])
+    with pytest.raises(CheckpointException, match="metadata is None"):
+        load(tmp_path)
+    assert [one.code for one in check(tmp_path).findings] == ["malformed-file"]
 
 
 def of_item(fqn: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
