@@ -22,10 +22,10 @@ from typing import Any, Protocol
 from ckptfix.errors import CkptfixError, OperationError, TeamError
 from ckptfix.storage import teams
 from ckptfix.storage.mounts import local_devices
-from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parallel import Progress, Stopped
 from ckptfix.storage.partial_results import PartialResults, Unit
 from ckptfix.storage.paths import JOURNAL, MANIFEST
-from ckptfix.storage.teams import Assume, Do, InOrder, Stopped, plan_shares, resuming
+from ckptfix.storage.teams import Assume, Do, InOrder, plan_shares, resuming
 from ckptfix.wording import count_of, moment, shown
 
 

@@ -20,8 +20,12 @@ _MOST_THREADS = 8
 _END = object()
 
 
-class Stopped(Exception):
-    """Signal that another thread failed or the user interrupted, so that going on is useless."""
+class Stopped(BaseException):
+    """Signal that another thread or process failed or the user interrupted, so that going on is useless.
+
+    A BaseException, like KeyboardInterrupt: code that explains every ``Exception`` of a file or a store would hide the
+    reason for the stop.
+    """
 
 
 class Control:

@@ -92,14 +92,10 @@ Done = Callable[..., None]
 """Called with the number of a unit and its result, JSON values; ``is_final=False`` when another run may fare better."""
 
 Do = Callable[[Sequence[int], Done, Progress], None]
-"""Does the units of these numbers. It calls its ``Progress`` with bytes: that raises once another one has failed."""
+"""Does the units of these numbers. It calls its ``Progress`` with bytes, which raises Stopped once another fails."""
 
 Assume = Callable[[int], Any]
 """Returns a result that leads on, for a unit of another share whose result is not known."""
-
-
-class Stopped(Exception):
-    """Another process has failed. Not a CkptfixError: nothing on the way may take it for a file that is unreadable."""
 
 
 class Team(Protocol):

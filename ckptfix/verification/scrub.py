@@ -24,7 +24,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.doors import etag_of, has_gone, made, states_of
-from ckptfix.storage.parallel import Progress, Share, Stopped, waiting
+from ckptfix.storage.parallel import Progress, Share, waiting
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
@@ -228,8 +228,6 @@ class Scrub:
             return ScrubResult(path=Path(path), verdict=_NOT_REACHED)
         try:
             result, look, readings, gone = self._look(path, place, last)
-        except Stopped:  # an interrupt
-            raise
         except Exception as error:  # of those that nobody has foreseen, too: nothing is known of this one
             if isinstance(error, CkptfixError | OSError) and has_gone(Path(path)):
                 return ScrubResult(path=Path(path), verdict=_REMOVED)  # a run keeps its last checkpoints only

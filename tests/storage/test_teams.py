@@ -216,6 +216,33 @@ def test_an_error_of_one_ends_all_within_seconds() -> None:
         assert "Input/output error: 'model.safetensors'" in str(error)
 
 
+@pytest.mark.slow
+def test_who_explains_every_error_does_not_explain_a_stop() -> None:
+    """The code of a unit may turn any ``Exception`` into its own; a stop must come through to say why."""
+
+    def read_all(numbers: Sequence[int], done: Done, progress: Progress) -> None:
+        for _ in numbers:
+            try:
+                time.sleep(0.01)
+                progress(1)
+            except Exception as error:
+                raise OperationError(f"model.safetensors cannot be read: {error!r}") from error
+
+    def work(team: JoinedTeam) -> None:
+        def fail(number: int) -> None:
+            raise OSError(5, "Input/output error", "model.safetensors")
+
+        try:
+            team.share("a", units_of([1] * 20000), read_all if team.leads else doing(fail), None, None)
+        except Exception as error:
+            team.agree(error)
+            raise
+
+    leader, _ = in_team(2, work)
+    assert isinstance(leader, TeamError)
+    assert "Input/output error" in str(leader)
+
+
 def test_an_error_that_all_have_is_that_of_each() -> None:
     def work(team: JoinedTeam) -> str:
         team.agree(OperationError("there is no checkpoint"))
