@@ -15,7 +15,7 @@ failed fsync the kernel shows bytes that are not on the disk.
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -30,6 +30,7 @@ from ckptfix.storage.comparing import (
     ends_digest,
     fingerprint,
     fingerprint_of_open,
+    samples_digest,
 )
 from ckptfix.storage.copying import copy_range
 from ckptfix.storage.edits import (
@@ -43,9 +44,10 @@ from ckptfix.storage.edits import (
     Replace,
     Replaced,
     Truncate,
+    edited_paths,
 )
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import forget
+from ckptfix.storage.paths import command, forget
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Recipe, build, differing
 from ckptfix.storage.transaction_folder import Note, Workspace, opened
@@ -134,6 +136,21 @@ def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
                 raise OperationError(f"{target}: saved while it was replaced") from FileChangedError(target)
         case _:
             assert_never(edit)
+
+
+def hold(work: Workspace, edits: Sequence[Edit]) -> None:
+    """Give each file that was moved a second name in the journal until the commit, where hard links are possible.
+
+    A save that writes the new name meanwhile replaces the file there, as safetensors 0.8 does: the bytes of the save
+    before stay. torch.save and safetensors 0.7 empty the file instead, under both names.
+    """
+    for index, edit in enumerate(edits):
+        # A roll-back would copy a file with two names before it undoes a change in place.
+        if isinstance(edit, Move) and not any(
+            edit.target in edited_paths(later) for later in edits[index + 1 :]
+        ):
+            with suppress(OSError):
+                os.link(work.at(edit.target), work.moved(index), follow_symlinks=False)
 
 
 def check_kept(work: Workspace, index: int, edit: Edit, note: Note) -> None:
@@ -442,17 +459,25 @@ def _digest(fd: int, length: int) -> str:
 
 def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_newer: bool) -> None:
     source, target, moved = work.at(edit.source), work.at(edit.target), work.moved(index)
-    if os.path.lexists(moved):
-        if not os.path.lexists(source):
+    at_source, at_target = fingerprint(source), fingerprint(target)
+    # ``hold`` made a second name. Once a save has replaced the file at ``target``, it is the only name.
+    is_second_name = any(_holds_the_same(moved, path) for path in (source, target))
+    if os.path.lexists(moved) and not is_second_name:
+        if at_source is None:
             _make_folder(source.parent)
             move(moved, source)
-        elif keeps_newer:
+        elif keeps_newer or at_target is not None:  # a save that wrote both names replaced this file
             os.unlink(moved)
         else:
             raise work.unexplained(source, "exists again")
         return
-    at_source, at_target = fingerprint(source), fingerprint(target)
     if at_source is None:
+        if at_target is not None and not at_target.same_content(note.old):
+            raise JournalError(
+                f"{source}: its bytes are lost: it was moved to {target}, where a save wrote over it; that file was "
+                f"left alone; next: wait until the save has ended, then: {command('undo', work.root)}; or "
+                f"{forget(work.root)}"
+            )
         if not work.is_the(at_target, note.old):
             raise work.not_the(target, at_target, note.old)
         _make_folder(source.parent)
@@ -461,8 +486,20 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
         if not keeps_newer:
             raise work.unexplained(source, f"exists again, and the file that was moved is now {edit.target}")
         os.unlink(target)
+    if is_second_name:
+        os.unlink(moved)
     for folder in dict.fromkeys((source.parent, target.parent)):
         sync_folder(folder)
+
+
+def _holds_the_same(moved: Path, path: Path) -> bool:
+    """Return whether two names have the same bytes: in a copied folder they are no longer one inode."""
+    held = fingerprint(moved)
+    return (
+        held is not None
+        and held.same_content(fingerprint(path))
+        and samples_digest(moved) == samples_digest(path)
+    )
 
 
 def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> None:

@@ -28,7 +28,7 @@ from ckptfix.errors import (
     RolledBackError,
     UsageError,
 )
-from ckptfix.storage.applying import act, check_kept, prepare, undo_edit
+from ckptfix.storage.applying import act, check_kept, hold, prepare, undo_edit
 from ckptfix.storage.atomic import remove_folder, sync_folder
 from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
 from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit, edited_paths, read_paths, record_of
@@ -205,6 +205,7 @@ def commit(
             if isinstance(edit, Move) and note.old is not None and note.old.kind == "file":
                 now = expected[edit.target]
                 expected[edit.target] = now._replace(size=note.old.size, mtime_ns=note.old.mtime_ns)
+        hold(work, edits)
         with unchanged(root, expected):
             verify()
             write_after(
@@ -221,8 +222,7 @@ def commit(
         _undo_after(root, building, error, progress)
         if not isinstance(error, Exception):
             raise
-        changed = error if isinstance(error, FileChangedError) else error.__cause__
-        if isinstance(changed, FileChangedError):
+        if (changed := _change_behind(error)) is not None:
             raise RolledBackError(
                 f"{changed.problem}; everything was rolled back; next: wait until the save has ended, then run the "
                 "same command again"
@@ -435,11 +435,24 @@ def _undo_after(root: Path, building: Path, error: BaseException, progress: Prog
             remove_folder(building)
         else:
             _roll_back(root, pending, progress, keeps_newer=True)
+    except (
+        JournalError
+    ) as second:  # the next run cannot roll it back, either, before somebody does what this says
+        changed = _change_behind(error)
+        raise JournalError(
+            f"{root}: failed ({changed.problem if changed is not None else error}), and cannot be rolled back: {second}"
+        ) from error
     except Exception as second:
         raise JournalError(
             f"{root}: failed ({error}), and rolling back failed too ({second}); the next run rolls it back: "
             f"{command('undo', root)}"
         ) from error
+
+
+def _change_behind(error: BaseException) -> FileChangedError | None:
+    """Return the change of a file by a save that an error is about, or that led to it."""
+    changed = error if isinstance(error, FileChangedError) else error.__cause__
+    return changed if isinstance(changed, FileChangedError) else None
 
 
 def _roll_back(root: Path, folder: Path, progress: Progress | None, *, keeps_newer: bool = False) -> None:
@@ -460,9 +473,9 @@ def _roll_back(root: Path, folder: Path, progress: Progress | None, *, keeps_new
 
 
 def _empty_trash(folder: Path) -> int:
-    """Delete the previous files that a recipe can rebuild; return their number."""
+    """Delete what only a roll-back needs, files that a recipe can rebuild and second names; return their number."""
     try:
-        names = [name for name in os.listdir(folder) if name.endswith(".trash")]
+        names = [name for name in os.listdir(folder) if name.endswith((".trash", ".moved"))]
     except PermissionError:  # another user's repair, which only that user can clean up
         return 0
     for name in names:

@@ -1,9 +1,9 @@
 """The folder of one transaction: its files, its notes about progress, and errors about unexpected files.
 
 Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the undo),
-``3.trash`` (one deleted at the commit, whose recipe stays), ``3.moved`` (a file on its way to its new name) and
-``3.tail``; while it is undone also ``3.part`` and ``3.copy``. Only the owner may read them: they hold bytes of files
-that others may not be allowed to read.
+``3.trash`` (one deleted at the commit, whose recipe stays), ``3.moved`` (a file on its way to its new name, then its
+second name until the commit) and ``3.tail``; while it is undone also ``3.part`` and ``3.copy``. Only the owner may read
+them: they hold bytes of files that others may not be allowed to read.
 
 ``steps`` has one JSON line before each edit. ``after.json`` has a fingerprint of every file that the transaction left;
 ``samples.json``, which 0.4.0 did not write, the digest of pages between its ends, so that a newer save differs from a
@@ -57,7 +57,7 @@ class Workspace:
         return self.folder / f"{index}.{'kept' if isinstance(previous, Kept) else 'trash'}"
 
     def moved(self, index: int) -> Path:
-        """Return the path of the file of a Move on its way, which no save writes."""
+        """Return the path of the file of a Move in the journal, which no save writes."""
         return self.folder / f"{index}.moved"
 
     def tail(self, index: int) -> Path:

@@ -259,7 +259,6 @@ RESAVED: dict[str, Callable[[Path], tuple[Edit, ...]]] = {
     "model": lambda root: (PATCH,),
     "zip": lambda root: (Append(path=P("zip"), old_size=300, data=b"1234"),),
     "index": lambda root: (Truncate(path=P("index"), old_size=2, new_size=1),),
-    "moved": lambda root: (Move(source=P("zip"), target=P("moved")),),
     "model_2": lambda root: (
         Replace(path=P("model_2"), content=Recipe(pieces=(Literal(b"new"),)), previous=KEPT),
     ),

@@ -1,6 +1,8 @@
 """What a roll-back may not destroy: a newer save that looks like the file before it."""
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckptfix.errors import JournalError
+from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.edits import Edit, Move, Patch, Remove, Replace
-from ckptfix.storage.journal import recover, undo
+from ckptfix.storage.journal import commit, recover, undo
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
 from tests.storage.crash import Fault, Outcome, in_child, intercepted, points, strike
@@ -139,6 +141,95 @@ def test_a_save_onto_a_name_that_was_moved_away_is_kept(root: Path) -> None:
     with pytest.raises(JournalError, match="exists again"):
         run_recovery(root)
     assert snapshot(root) == before
+
+
+def save_during(root: Path, save: Callable[[], object]) -> str:
+    """Move ``model`` to ``new``, and save before the commit; return why it failed."""
+
+    def verify() -> None:
+        save()
+        raise OperationError("the proof failed")
+
+    edits = (Move(source=P("model"), target=P("new")),)
+    with folder_lock(root), pytest.raises(OperationError) as failed:
+        commit(root, edits, target="", summary=None, verify=verify)
+    return str(failed.value)
+
+
+def test_a_save_that_replaces_a_moved_file_leaves_both_files(root: Path) -> None:
+    """safetensors 0.8 writes a temporary file, and renames it."""
+    old = snapshot(root)
+    (root / "save").write_bytes(b"a new save")
+    save_during(root, lambda: (root / "save").rename(root / "new"))
+    assert (root / "new").read_bytes() == b"a new save"
+    (root / "new").unlink()
+    assert snapshot(root) == old
+    assert not (root / ".ckptfix").exists()
+
+
+def test_a_killed_run_whose_moved_file_was_replaced_goes_back(root: Path) -> None:
+    old = snapshot(root)
+    killed(root, Move(source=P("model"), target=P("new")))
+    (root / "save").write_bytes(b"a new save")
+    (root / "save").rename(root / "new")
+    run_recovery(root)
+    assert (root / "new").read_bytes() == b"a new save"
+    (root / "new").unlink()
+    assert snapshot(root) == old
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_save_of_both_names_after_a_kill_is_all_that_is_left(root: Path, is_renamed: bool) -> None:
+    killed(root, Move(source=P("model"), target=P("new")))
+    for name in ("model", "new"):
+        if is_renamed:
+            (root / "save").write_bytes(f"a new save of {name}".encode())
+            (root / "save").rename(root / name)
+        else:
+            (root / name).write_bytes(f"a new save of {name}".encode())
+    run_recovery(root)
+    for name in ("model", "new"):
+        assert (root / name).read_bytes() == f"a new save of {name}".encode()
+    assert not (root / ".ckptfix").exists()
+
+
+def test_a_save_that_overwrites_a_moved_file_is_named_until_it_wrote_the_old_name_too(root: Path) -> None:
+    """torch.save and safetensors 0.7 empty the file at a name. A save that ends writes all names again."""
+    said = save_during(root, lambda: (root / "new").write_bytes(b"a new save"))
+    lost = (
+        rf"{root / 'model'}: its bytes are lost: it was moved to {root / 'new'}, where a save wrote over it; "
+    )
+    assert re.search(
+        rf"new changed while it was read: .*, and cannot be rolled back: {lost}.*next: wait .*ckptfix undo",
+        said,
+    )
+    with pytest.raises(JournalError, match=lost):
+        run_recovery(root)
+    (root / "model").write_bytes(b"a new save, too")
+    run_recovery(root)
+    assert (root / "new").read_bytes() == b"a new save"
+    assert (root / "model").read_bytes() == b"a new save, too"
+    assert not (root / ".ckptfix").exists()
+
+
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_a_copy_of_a_killed_run_goes_back_without_links(root: Path, keeps_times: bool) -> None:
+    """In a copy of the folder the second name of the moved file is a file of its own."""
+    old = snapshot(root, times=False)
+    killed(root, Move(source=P("model"), target=P("new")))
+    copy = root.with_name("copy")
+    shutil.copytree(root, copy, copy_function=shutil.copy2 if keeps_times else shutil.copy)
+    with folder_lock(copy):
+        if not keeps_times:
+            with pytest.raises(JournalError, match="its time is"):
+                recover(copy)
+        recover(copy, force=not keeps_times)
+    assert snapshot(copy, times=False) == old
+
+
+def test_a_moved_file_has_one_name_after_the_commit(root: Path) -> None:
+    do(root, (Move(source=P("model"), target=P("new")),))
+    assert (root / "new").stat().st_nlink == 1
 
 
 def test_a_save_while_a_replaced_file_is_put_back_is_kept(root: Path) -> None:
