@@ -84,14 +84,17 @@ def unchecked_line(words: str) -> Line:
     return Line((Span(f"not checked: {words}"),), words)
 
 
-def unchecked_lines(sentences: Sequence[str], *, is_verbose: bool = False) -> Iterator[Line]:
-    """Yield what was not checked: one line with the topics of several sentences, or, ``is_verbose``, every sentence."""
-    if is_verbose or len(sentences) < 2:
+def unchecked_lines(sentences: Sequence[str], *, details: str = "") -> Iterator[Line]:
+    """Yield what was not checked: every sentence, or the topics of several in one line.
+
+    ``details``: the command that prints every sentence, "" where this one does.
+    """
+    if not details or len(sentences) < 2:
         yield from map(unchecked_line, sentences)
         return
     topics = [*dict.fromkeys(_TOPIC_ENDS.split(words, maxsplit=1)[0] for words in sentences)]
     more = f" and {len(topics) - _TOPICS} more" if len(topics) > _TOPICS else ""
-    yield unchecked_line(f"{', '.join(topics[:_TOPICS])}{more}; for details: ckptfix check -v")
+    yield unchecked_line(f"{', '.join(topics[:_TOPICS])}{more}; for details: {details}")
 
 
 def few(lines: Sequence[str], what: str, *, colour: str | None = None) -> Iterator[Line]:

@@ -15,7 +15,7 @@ from ckptfix.checkpoint.filenames import family_of
 from ckptfix.checkpoint.latest import Candidate, choose, judge, numbered
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
-from ckptfix.cli.several_paths import Below, threads_for, visit
+from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
@@ -126,7 +126,9 @@ def _check_all(
         return report.break_off(error)
     below.report_unheld(report, batch)
     if batch.is_of_many:
-        report.show(batch.lines(VERDICTS, is_verbose=verbose or report.is_annotated))
+        options = ("--data",) * data + ("-r",) * recursive
+        details = "" if verbose or report.is_annotated else check_verbosely(paths, *options)
+        report.show(batch.lines(VERDICTS, details=details))
     summary: dict[str, object] = (
         {"summary": batch.summary(VERDICTS)} if report.form is Form.JSONL else {"checkpoints": ()}
     )

@@ -7,7 +7,7 @@ import click
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
-from ckptfix.cli.several_paths import run_each, state_after_repair, state_after_writing
+from ckptfix.cli.several_paths import check_verbosely, run_each, state_after_repair, state_after_writing
 from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, LocalFile, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
@@ -135,7 +135,7 @@ def repair_command(
         order=list(_WORDS.values()),
         # Of several checkpoints each sentence is gathered, and told once at the end.
         lines=lambda receipt: receipt.outcome_lines(is_verbose=verbose or len(paths) > 1),
-        is_verbose=verbose,
+        details="" if verbose else check_verbosely(paths),
         state_after=state_after_repair if output is None else partial(state_after_writing, output=output),
     )
 

@@ -28,6 +28,9 @@ from ckptfix.wording import Line, count_of, line, shown, unchecked_lines
 _OF_DISK, _OF_STORE = 4, 16
 """Checkpoints that are looked at at once: more wait for the same disk; a store answers many, each after a while."""
 
+_PASTED = 4
+"""A shell makes ``checkpoint-*`` hundreds of paths: a line with more than these is not printed."""
+
 _FAILED = "failed"
 _NOT_REACHED = "not reached"
 _COUNTED = re.compile(r"(\d+) ([a-z]+?)s?\b(.*)", re.DOTALL)
@@ -85,12 +88,12 @@ class Batch:
         words = [word for word in (*order, _FAILED, _NOT_REACHED) if self.words[word]]
         return {"checkpoints": self.words.total(), **{word: self.words[word] for word in words}}
 
-    def lines(self, order: Sequence[str], *, is_verbose: bool = True) -> Iterator[Line]:
+    def lines(self, order: Sequence[str], *, details: str = "") -> Iterator[Line]:
         """Yield what was not checked, and how many paths came to what, in this order.
 
-        ``is_verbose``: every sentence about what was not checked, and not only their topics in one line.
+        ``details``: as of ``unchecked_lines``.
         """
-        yield from unchecked_lines(list(self.unchecked.sentences()), is_verbose=is_verbose)
+        yield from unchecked_lines(list(self.unchecked.sentences()), details=details)
         total, *words = self.summary(order).items()
         counts = ": " + ", ".join(f"{count} {word}" for word, count in words) if words else ""
         colour = "red" if self.status else "green"
@@ -179,11 +182,11 @@ def run_each(
     lines: Callable[[R], Iterable[Line]] | None = None,
     annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
-    is_verbose: bool = True,
+    details: str = "",
 ) -> int:
     """Do the work on each path, print the summary of several, and return the worst exit status.
 
-    The JSON object is that of the path; of several, its ``reports`` are those of all. ``is_verbose``: as of
+    The JSON object is that of the path; of several, its ``reports`` are those of all. ``details``: as of
     ``Batch.lines``.
     """
     documents: list[Mapping[str, object]] = []
@@ -193,8 +196,15 @@ def run_each(
     )  # fmt: skip
     if len(paths) == 1:
         return report.finish(documents[0] if documents else {}, batch.status)
-    report.show(batch.lines(order, is_verbose=is_verbose))
+    report.show(batch.lines(order, details=details))
     return report.finish({"reports": documents}, batch.status)
+
+
+def check_verbosely(paths: Sequence[str], *options: str) -> str:
+    """Return the command that lists everything that a check of these paths leaves out; of many paths in words."""
+    if len(paths) > _PASTED:
+        return "the same command with -v"
+    return " ".join(("ckptfix check -v", *options, *map(shell_path, paths)))
 
 
 def place_named(path: str) -> str:

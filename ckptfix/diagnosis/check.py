@@ -192,7 +192,8 @@ class CheckReport(Printable, Serialized):
         """
         yield from self.verdict_lines()
         yield from self.all_understood.lines(is_verbose=is_verbose)
-        yield from unchecked_lines(self.not_checked, is_verbose=is_verbose)
+        details = "" if is_verbose else command("check", self.path, "", "-v")
+        yield from unchecked_lines(self.not_checked, details=details)
 
     def unchecked(self) -> Iterator[Line]:
         """Yield every sentence about what was not checked, for a list of those about several checkpoints."""

@@ -150,7 +150,8 @@ class RepairReceipt(Printable, Serialized):
         if self.transaction is not None:
             yield line(f"to undo: {command('undo', self.path)}")
         yield from (line(words, colour="yellow") for words in self.advice)
-        yield from unchecked_lines(self._unchecked(), is_verbose=is_verbose)
+        details = "" if is_verbose else f"ckptfix check -v {shell_path(self.where)}"
+        yield from unchecked_lines(self._unchecked(), details=details)
 
     def _left_now(self) -> list[dict[str, object]]:
         """Return the findings that are left, with commands for their folder."""

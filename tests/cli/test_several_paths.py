@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Pat
     assert lines[-1] == "4 checkpoints: 3 damaged, 1 clean"
     assert lines[-2] == (
         "not checked: values of tensors, checksums of tensor records in torch zip files, 2 pairs in full; "
-        "for details: ckptfix check -v"
+        f"for details: ckptfix check -v -r {runs}"
     )
     assert sum(line.startswith("not checked") for line in lines) == 1
     (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))
@@ -71,6 +72,37 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Pat
     )
     assert len({line.split(";")[0].split("(")[0] for line in unchecked}) == len(unchecked)
     assert "  model      lone.safetensors: 1 tensor, U8, 1 B" in lines
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check {2}",
+        "check {1} {2}",
+        "check -r {}",
+        "repair {2}",
+        "repair {1} {2}",
+        "repair {2} --output {}/copy",
+    ],
+)
+def test_the_command_for_details_can_be_pasted(words: str, tmp_path: Path, capsys: Capture) -> None:
+    """It lists every topic of the line that it ends, also of a path with a space."""
+    root = tmp_path / "my runs"
+    for name in ("1", "2"):
+        shutil.copytree(DOUBLED, root / name)
+    run([part.format(root, root / "1", root / "2") for part in words.split()])
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("not checked: "))
+    topics, _, command = line.removeprefix("not checked: ").partition("; for details: ")
+    run(shlex.split(command)[1:])
+    details = capsys.readouterr().out
+    assert all(topic in details for topic in topics.split(", "))
+    assert details.count("not checked: ") == len(topics.split(", "))
+
+
+def test_of_many_paths_the_command_for_details_is_described(tmp_path: Path, capsys: Capture) -> None:
+    paths = [str(shutil.copytree(CLEAN, tmp_path / str(number))) for number in range(5)]
+    assert run(["check", *paths]) == 0
+    assert "; for details: the same command with -v\n" in capsys.readouterr().out
 
 
 def test_warnings_and_failures_have_words_of_their_own(runs: Path, capsys: Capture) -> None:

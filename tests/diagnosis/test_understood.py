@@ -58,7 +58,8 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         "  model      model.safetensors: 4 tensors, F32, 332 B\n"
         "  optimizer  optimizer.bin (Adam or AdamW): 4 parameters\n"
         "  saved by   2 processes\n"
-        "not checked: values of tensors, checksums of tensor records in torch zip files; for details: ckptfix check -v"
+        "not checked: values of tensors, checksums of tensor records in torch zip files; "
+        f"for details: ckptfix check -v {folder}"
     )
 
 
