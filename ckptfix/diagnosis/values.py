@@ -141,10 +141,10 @@ _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECA
 
 _COPY = "copy the file again from where it came, or resume from an older checkpoint"
 ADVICE = {
-    "nonfinite": "resume from a checkpoint of before the values were lost; where the source of a copy has no NaN or "
+    "nonfinite": "resume from a checkpoint from before the values were lost; where the source of a copy has no NaN or "
     "Inf, copy the file again",
     "zero-pages": _COPY,
-    "all-zero": f"{_COPY}; where the script builds these weights as zeros, all is well",
+    "all-zero": f"{_COPY}; where the script builds these weights as zeros, ignore this",
     "empty-tensor": "save again with accelerator.save_state, which gathers the values of all ranks",
     "untrained-lora": "check that the optimizer gets the parameters of the LoRA, then train and save again",
 }

@@ -38,11 +38,15 @@ TOPICS = (
 )
 """Every page, in the order of the list that ``ckptfix help`` prints."""
 
-CATALOGUES = ("findings", "doctor")
+CATALOGUES = ("findings", "doctor", "verify")
 """The pages with one section for each code."""
+
+TABLES = ("verify", "exact-resume")
+"""The pages with one row of a table for each code that has no section."""
 
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
+_CODE = "[a-z]+(-[a-z0-9]+)*"
 
 
 def page(topic: str) -> str:
@@ -70,14 +74,32 @@ def titles(topic: str) -> list[str]:
 
 
 def codes() -> list[str]:
-    """Return every code that has a section: those of the findings, then those of ``doctor``."""
-    found = (title for topic in CATALOGUES for title in titles(topic))
-    return list(dict.fromkeys(title for title in found if re.fullmatch("[a-z]+(-[a-z]+)*", title)))
+    """Return every code that has a section or a row: those of the findings, then those of other verbs."""
+    known = [title for topic in CATALOGUES for title in titles(topic)]
+    known += [code for topic in TABLES for code in rows(topic)]
+    return list(dict.fromkeys(code for code in known if re.fullmatch(_CODE, code)))
+
+
+def rows(topic: str) -> dict[str, str]:
+    """Return the rows of the tables of codes on a page, each as a section: code -> text."""
+    sections = {}
+    heads: list[str] = []
+    for line in page(topic).splitlines():
+        cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+        if line.startswith("| code |"):
+            heads = cells
+        elif not line.startswith("|"):
+            heads = []
+        elif heads and (code := cells[0].strip("`")) and re.fullmatch(_CODE, code):
+            items = (f"- {head}: {cell}\n" for head, cell in zip(heads[1:], cells[1:], strict=True) if cell)
+            sections[code] = f"## {code}\n{''.join(items)}\nAll codes of this kind: ckptfix help {topic}\n"
+    return sections
 
 
 def explanation(code: str) -> str | None:
-    """Return the sections about a code. ``check`` and ``doctor`` share some codes, and each has its own section."""
-    return "\n".join(filter(None, (section(topic, code) for topic in CATALOGUES))) or None
+    """Return the sections and rows about a code. ``check`` and ``doctor`` share some codes, with a section each."""
+    texts = [*(section(topic, code) for topic in CATALOGUES), *(rows(topic).get(code) for topic in TABLES)]
+    return "\n".join(filter(None, texts)) or None
 
 
 def closest(word: str, known: list[str]) -> str:

@@ -54,7 +54,7 @@ def test_a_nan_in_a_weight_fails_and_names_the_first_module_whose_output_has_it(
     )
     assert report.verdict == "the reload is not proven: 2 failed lines (values, outputs)"
     (step,) = report.next_steps
-    assert step.startswith("resume from a checkpoint of before the values were lost")
+    assert step.startswith("resume from a checkpoint from before the values were lost")
     assert str(report).splitlines()[-2:] == [report.verdict, f"next: {step}"]
 
 

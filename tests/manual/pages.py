@@ -8,6 +8,7 @@ modules and programs are installed.
 """
 
 import inspect
+import math
 import os
 import re
 import shlex
@@ -22,8 +23,10 @@ from io import StringIO
 from pathlib import Path, PurePosixPath
 
 import click
+import torch
+from safetensors.torch import save_file
 
-from ckptfix import check
+from ckptfix import check, verify
 from ckptfix.cli import cli, run
 from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.findings import CODES
@@ -106,6 +109,29 @@ def _example(code: str) -> str:
     return _block("text", "\n".join(str(line) for line in finding_lines(findings[:1], "checkpoint")))
 
 
+_LOST = {
+    "nonfinite": {"fc.weight": [1.0] * 9 + [math.nan]},
+    "zero-pages": {"fc.weight": [1.0] * 5000},
+    "all-zero": {f"layers.{number}.fc.weight": [float(number != 2)] * 8 for number in range(4)},
+    "empty-tensor": {"q_proj.lora_A.weight": []},
+    "untrained-lora": {"q_proj.lora_A.weight": [1.0] * 8, "q_proj.lora_B.weight": [0.0] * 8},
+}
+"""Code of ``verify --data`` -> the tensors of a model that has it; of zero pages they lose one."""
+
+
+def _example_of_values(code: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        save_file(
+            {name: torch.tensor(values) for name, values in _LOST[code].items()}, file, {"format": "pt"}
+        )
+        if code == "zero-pages":
+            data = file.read_bytes()
+            file.write_bytes(data[:8192] + bytes(4096) + data[12288:])
+        report = verify(folder, data=True)
+        return _block("text", "\n".join(text for text in map(str, report.lines()) if code in text))
+
+
 def _table_of_topics(_: str) -> str:
     rows = (topic.row for topic in TOPICS.values())
     return "\n".join(["| topic | severity | meaning |", "|---|---|---|", *rows]) + "\n"
@@ -163,7 +189,10 @@ def _causes(_: str) -> str:
         f"| `{one.code}` | {one.words} | {one.change} | {'yes' if one.is_restored else ''} |"
         for one in CAUSES
     )
-    return "\n".join(["| code | cause | change | `ckptfix run` |", "|---|---|---|---|", *rows]) + "\n"
+    return (
+        "\n".join(["| code | cause | change | restored by `ckptfix run` |", "|---|---|---|---|", *rows])
+        + "\n"
+    )
 
 
 def _verbs(_: str) -> str:
@@ -181,6 +210,7 @@ WRITERS: dict[str, Callable[[str], str]] = {
     "findings": _table_of_findings,
     "finding": _what,
     "example": _example,
+    "value": _example_of_values,
     "topics": _table_of_topics,
     "topic": _topic,
     "advice": _advice,

@@ -1,5 +1,6 @@
 """The manual agrees with the catalogues, the command line and the terminal."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,8 +11,12 @@ import pytest
 
 from ckptfix.cli import cli, run
 from ckptfix.diagnosis.findings import CODES
+from ckptfix.diagnosis.values import ADVICE as VALUES
 from ckptfix.environment.doctor import CODES as DOCTOR
 from ckptfix.manual import TOPICS, codes, explanation, page, section, summary, titles, wrap
+from ckptfix.training.resume_proofs.causes import CAUSES
+from ckptfix.verification.verify_report import Change
+from tests import house
 from tests.manual.pages import DOCUMENTS, PAGES, ROOT, generated, matches, not_played
 
 HEADINGS = [
@@ -41,14 +46,46 @@ def test_every_page_is_a_topic_with_a_summary() -> None:
         assert 20 < len(summary(topic)) < 90
 
 
+def printed_codes() -> set[str]:
+    """Return every code that a verb prints: of the catalogues, and any other that the source gives a result."""
+    codes_found = {*CODES, *DOCTOR, *VALUES, *(cause.code for cause in CAUSES)}
+    codes_found |= {f"digest-{change.value}" for change in Change}
+    for path in (ROOT / "ckptfix").rglob("*.py"):
+        for node in house.nodes(path):
+            values: list[ast.expr] = []
+            if isinstance(node, ast.Call):
+                values = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+                if isinstance(node.func, ast.Name) and node.func.id == "Annotation":
+                    values += node.args[3:4]
+            elif isinstance(node, ast.Assign) and any(
+                isinstance(target, ast.Name) and target.id == "code" for target in node.targets
+            ):
+                values = [node.value]
+            codes_found |= {str(value.value) for value in values if isinstance(value, ast.Constant)}
+    return {*codes_found, "digest-differs"}
+
+
+def test_a_code_of_values_is_in_the_catalogue() -> None:
+    """The codes that ``judge_values`` and ``judge_moment`` write are those with an advice."""
+    text = (ROOT / "ckptfix/diagnosis/values.py").read_text()
+    assert set(re.findall(r'(?:code=|yield )"([a-z-]+)"', text)) == set(VALUES)
+
+
 def test_every_code_of_the_catalogues_has_a_section_and_none_is_extra() -> None:
     assert titles("findings") == list(CODES)
     assert titles("doctor") == list(DOCTOR)
-    assert set(codes()) == {*CODES, *DOCTOR}
+    assert set(VALUES) <= set(titles("verify"))
+    assert set(codes()) == printed_codes()
+    assert all(explanation(code) for code in codes())
 
 
 @pytest.mark.parametrize(
-    ("topic", "code"), [*(("findings", code) for code in CODES), *(("doctor", code) for code in DOCTOR)]
+    ("topic", "code"),
+    [
+        (topic, code)
+        for topic, codes_of in (("findings", CODES), ("doctor", DOCTOR), ("verify", VALUES))
+        for code in codes_of
+    ],
 )
 def test_a_section_answers_every_question(topic: str, code: str) -> None:
     text = section(topic, code)
@@ -142,6 +179,23 @@ def test_explain_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("## doubled-model\n")
     assert said.count("\n## ") == 0
     assert "<!--" not in said
+
+
+@pytest.mark.parametrize(
+    ("code", "topic", "words"),
+    [
+        ("digest-swapped", "verify", "- meaning: two files or tensors have each other's bytes"),
+        ("order-not-saved", "exact-resume", "- restored by `ckptfix run`: yes"),
+    ],
+)
+def test_a_code_with_a_row_prints_the_row_and_its_page(
+    code: str, topic: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", code]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"## {code}\n- ")
+    assert words in said
+    assert said.endswith(f"ckptfix help {topic}\n")
 
 
 def test_a_code_of_check_and_doctor_prints_both_sections(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ class IncompleteCheckpoint(Finding):
             )
             return (
                 f"those processes {cost}; copy the files again, or resume from a complete checkpoint; where each node "
-                "saves to a disk of its own, all is well"
+                "saves to a disk of its own, ignore this"
             )
         if self.of_trainer:
             copied = "it" if len(self.missing) == 1 else "them"
@@ -132,7 +132,7 @@ class MissingModel(Finding):
     @property
     def advice(self) -> str:
         """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it last."""
-        return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, all is well"
+        return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore this"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
