@@ -12,21 +12,20 @@ from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import is_bare, mixed_save
+from ckptfix.checkpoint.latest import mixed_save
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.completeness import STATES_ALONE, BareCheckpoint, Siblings, compared, judge_bare
+from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
-    InterruptedSave,
     LeftoverSave,
     MissingModel,
     StagingFolder,
 )
-from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, holds_checkpoint
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -40,7 +39,7 @@ from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line, unchecked_lines
 
-_GENERIC = ("values of tensors", "checksums of ", "local headers of ")
+GENERIC = ("values of tensors", "checksums of ", "local headers of ")
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
 _SPARED = "local headers of records in torch zip files and .distcp files of a store; ckptfix check --data reads them"
@@ -259,16 +258,13 @@ def check(
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
-        bare: BareCheckpoint | None = None
-        if not pending and target.only is None and not holds_checkpoint(folder) and is_bare(target.root):
-            bare = judge_bare(folder)
-        elif not pending:
+        bare = judge_bare(folder) if not pending else None
+        if bare is None and not pending:
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking: tuple[Finding, ...] = ()
     if bare is not None:
-        is_known = any(isinstance(one, InterruptedSave) and one.upload for one in diagnosis.findings)
-        lacking = () if is_known else bare.findings
+        lacking = bare.beyond(diagnosis.findings)
     elif target.only is None and not any(
         isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
     ):
@@ -280,7 +276,7 @@ def check(
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have some.
-    beside_the_point = (*(_GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
+    beside_the_point = (*(GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
     omitted = (words for words in diagnosis.not_checked if not words.startswith(beside_the_point))
     return CheckReport(
         path=target.path,
@@ -338,10 +334,10 @@ def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...])
     looked_into = tuple(f"{where}/ ({PLAIN_FOLDER}): " for where in inside)
     told = [words for words in own if not words.startswith(looked_into)]
     yield from told
-    generic = {words for said in inside.values() for words in said if words.startswith(_GENERIC)}
+    generic = {words for said in inside.values() for words in said if words.startswith(GENERIC)}
     yield from sorted(generic.difference(told))
     for where, said in inside.items():
-        yield from (f"{where}/{words}" for words in said if not words.startswith((*_GENERIC, *_OF_FOLDER)))
+        yield from (f"{where}/{words}" for words in said if not words.startswith((*GENERIC, *_OF_FOLDER)))
 
 
 def _staging_inside(target: Target) -> tuple[Finding, ...]:

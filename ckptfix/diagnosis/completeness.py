@@ -22,7 +22,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload, judge, numbered
+from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload, is_bare, judge, numbered
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
@@ -44,6 +44,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     Salvaged,
 )
+from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.errors import FormatError
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
@@ -205,13 +206,20 @@ class BareCheckpoint(NamedTuple):
     findings: tuple[Finding, ...] = ()
     unfinished: tuple[str, ...] = ()
 
+    def beyond(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        """Return its finding, unless one of the diagnosis names the upload that was cut."""
+        is_known = any(isinstance(finding, InterruptedSave) and finding.upload for finding in findings)
+        return () if is_known else self.findings
 
-def judge_bare(folder: CheckpointFolder) -> BareCheckpoint:
+
+def judge_bare(folder: CheckpointFolder) -> BareCheckpoint | None:
     """Return the verdict on a numbered folder without files of its own, by its age and the checkpoints next to it.
 
-    Those next to a folder that a URL names are not known. Raises OSError.
+    None for every other folder. Those next to a folder that a URL names are not known. Raises OSError.
     """
     root = folder.root
+    if folder.only is not None or holds_checkpoint(folder) or not is_bare(root):
+        return None
     below = tuple(sorted(str(path) for path in folder.subfolders if may_hold_weights(root / path)))
     origin = Path(os.path.abspath(origin_of(root)))
     named = family_of(origin.name)

@@ -24,6 +24,7 @@ from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import (
+    GENERIC,
     CheckReport,
     interrupted,
     interrupted_inside,
@@ -31,6 +32,7 @@ from ckptfix.diagnosis.check import (
     status_of,
     with_below,
 )
+from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.duplicates import (
@@ -506,7 +508,11 @@ def _plan(
 ) -> RepairPlan:
     with paused_gc(), _undisturbed(target.path):
         folder = scan_folder(target.root, target.only)
-        if not transactions(target.root):
+        has_journal = bool(transactions(target.root))
+        bare = judge_bare(folder) if not has_journal else None
+        if bare is not None and bare.unfinished:
+            raise OperationError(f"{target.path}: nothing was changed: {bare.unfinished[0]}")
+        if (bare is None or output is not None) and not has_journal:
             ensure_checkpoint(folder, "repair")
         home = home or target.root
         diagnosis = diagnose(folder, prove=True, drops=policy.drops, home=home, progress=progress)
@@ -514,6 +520,12 @@ def _plan(
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair reads every file first, and "
                 f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
+            )
+        if bare is not None:
+            diagnosis = replace(
+                diagnosis,
+                findings=(*bare.beyond(diagnosis.findings), *diagnosis.findings),
+                not_checked=tuple(words for words in diagnosis.not_checked if not words.startswith(GENERIC)),
             )
         with unchanged(target.root, diagnosis.scanned):
             draft = make_plan(diagnosis, policy)

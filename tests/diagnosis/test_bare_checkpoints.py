@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import time
 import warnings
@@ -133,6 +134,25 @@ def test_a_save_may_be_running(tmp_path: Path, age: float, said: Said) -> None:
     assert found(documents(said, "scrub", tmp_path, *state, status=1)[0]["checkpoint-10"]) == [
         ("interrupted-save", "warning")
     ]
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize(("age", "status"), [(3600.0, 1), (0.0, 3)])
+def test_a_repair_says_of_it_what_check_says(
+    tmp_path: Path, age: float, status: int, options: tuple[str, ...], said: Said, url: str
+) -> None:
+    """It ended with 2, as for a folder that is no checkpoint, also while a save was running."""
+    save(tmp_path / "checkpoint-5")
+    bare = leave(tmp_path / "checkpoint-10", "config.json", age=age)
+    upload_folder(tmp_path, url)
+    assert said("check", bare)[0] == status
+    for place in (bare, f"{url}/checkpoint-10"):
+        before, told, _ = said("check", place)
+        (problem,) = re.findall(r"(?:could not finish|interrupted-save): (.+)", told)
+        after, out, err = said("repair", place, *options)
+        assert (after, problem in out + err) == (before, True)
+        assert ("nothing was changed: " in err) == (before == 3)
+        assert "values of tensors" not in out
 
 
 def test_a_clock_that_is_far_ahead_makes_no_save_that_runs_for_years(tmp_path: Path) -> None:
