@@ -182,6 +182,11 @@ def list_names(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in collapsed[:_SHOWN]) + more
 
 
+def series(words: Sequence[str]) -> str:
+    """Return words as a sentence lists them: "A", "A and B", "A, B and C"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
 def html_text(text: str) -> str:
     """Return text as HTML shows it; control and invisible characters become backslash escapes."""
     return shown(text).translate(_ESCAPES)

@@ -3,7 +3,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptfix.wording import collapse_layers, human_size, list_names
+from ckptfix.wording import collapse_layers, human_size, list_names, series
 from tests import house
 
 
@@ -136,3 +136,8 @@ def test_docstrings_begin_with_a_verb_or_a_noun_and_say_no_retired_word() -> Non
             assert [text for _, text in texts if re.match(r"(What|Which|Whether|Where|How)\b", text)] == [], (
                 path
             )
+
+
+def test_words_are_listed_as_in_a_sentence() -> None:
+    lists = [(), ("A",), ("A", "B"), ("A", "B", "C"), ("A", "B", "C", "D")]
+    assert [*map(series, lists)] == ["", "A", "A and B", "A, B and C", "A, B, C and D"]

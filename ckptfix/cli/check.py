@@ -26,7 +26,7 @@ from ckptfix.storage import teams
 from ckptfix.storage.doors import made
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
-from ckptfix.wording import Line, line
+from ckptfix.wording import Line, line, series
 
 
 @click.command(
@@ -229,7 +229,7 @@ class Runs:
             problem = "; ".join(f"{one.path.name}: {one.problem}" for one in choice.passed_over[:3])
             problem += f"; and {len(passed_over) - 3} more" if len(passed_over) > 3 else ""
             if choice.rivals:
-                names = " and ".join(one.path.name for one in choice.rivals)
+                names = series([one.path.name for one in choice.rivals])
                 problem = f"{names} are complete, and their times do not say which is newer"
             return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
         best, problem = choice.best.path, ""

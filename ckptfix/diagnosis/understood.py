@@ -22,7 +22,7 @@ from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.reports import Serialized
-from ckptfix.wording import Line, count_of, few, human_size, line
+from ckptfix.wording import Line, count_of, few, human_size, line, series
 
 _OPTIMIZERS = (
     ("momentum_decay", {"mu_product", "exp_avg", "exp_avg_sq"}, "NAdam"),
@@ -92,7 +92,7 @@ class UnderstoodModel(_Recorded):
         about = ", ".join(filter(None, facts))
         if len(self.dtypes) > 1:
             by_size = sorted(self.dtypes.items(), key=lambda pair: -pair[1])
-            dtypes = " and ".join(f"{count} {dtype}" for dtype, count in by_size[:3])
+            dtypes = series([f"{count} {dtype}" for dtype, count in by_size[:3]])
         else:
             dtypes = "".join(self.dtypes)
         numbers = [

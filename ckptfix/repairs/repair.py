@@ -73,7 +73,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import ensure_unchanged, store_of, unchanged
 from ckptfix.storage.transactions import transactions
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, shown, unchecked_lines
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, series, shown, unchecked_lines
 
 if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
@@ -605,7 +605,7 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
             last[name.role] = max(last.get(name.role, name), name, key=lambda one: one.index)
             if isinstance(action, DropEntry):
                 dropped.add(name.role)
-    names = " and ".join(_looked_for(last[role]) for role in Role if role in dropped)
+    names = series([_looked_for(last[role]) for role in Role if role in dropped])
     if names:
         cause = "passed an object to prepare() twice"
         failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"

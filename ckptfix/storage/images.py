@@ -521,7 +521,7 @@ class _Files:
             if os.path.isdir(full):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), full)
-        return ObjectReader(-1, info.size, 0, Path(path), image, top, key)
+        return ObjectReader(-1, info.size, Path(path), 0, image, top, key)
 
     def store(self, folder: Path) -> Store | None:
         """Return the store whose prefix a folder is the image of, None for any other folder."""

@@ -126,7 +126,7 @@ class ObjectReader(FileReader):
     def window(self, offset: int, length: int) -> "ObjectReader":
         """Return a reader of ``length`` bytes from ``offset``."""
         self._ensure_inside(offset, length)
-        return ObjectReader(-1, length, self.start + offset, self.path, self.image, self.top, self.key)
+        return ObjectReader(-1, length, self.path, self.start + offset, self.image, self.top, self.key)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Read ranges that will be asked for, all at once."""
@@ -157,7 +157,7 @@ class ObjectReader(FileReader):
         """Yield this reader: threads do not disturb each other."""
         yield self
 
-    def iscached(self, offset: int) -> bool:
+    def is_cached(self, offset: int) -> bool:
         """Return False: a store is slower than any disk."""
         return False
 

@@ -144,15 +144,18 @@ def forget(root: Path) -> str:
     return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"
 
 
+_REFUSED = "cannot be read"
+
+
 def unreadable(path: Path, error: OSError) -> str:
     """Return in words why ``path`` cannot be read; for denied permission also owner, mode and the command to
     fix it.
     """
     if not isinstance(error, PermissionError):
-        return f"cannot be read: {cause(path, error)}"
+        return f"{_REFUSED}: {cause(path, error)}"
     blocked, status = _blocked(path)
     if status is None:
-        return f"cannot be read: {cause(path, error)}"
+        return f"{_REFUSED}: {cause(path, error)}"
     mode = stat.S_IMODE(status.st_mode)
     is_folder = stat.S_ISDIR(status.st_mode)
     where = "" if blocked == path else f" by the folder {blocked}"
@@ -166,7 +169,14 @@ def unreadable(path: Path, error: OSError) -> str:
         root = "" if status.st_uid == os.geteuid() else "sudo "
         command = f"{root}chmod {wanted} {shell_path(blocked)}"
     owner = f"owner {_name(status.st_uid)}, mode {mode:04o}"
-    return f"cannot be read: permission denied{where} ({owner}; you are {_name(os.geteuid())}{why}); next: {command}"
+    return (
+        f"{_REFUSED}: permission denied{where} ({owner}; you are {_name(os.geteuid())}{why}); next: {command}"
+    )
+
+
+def refusal(problem: str) -> str:
+    """Return a problem of reading as the predicate of a sentence: ``unreadable`` returns one already."""
+    return problem if problem.startswith(_REFUSED) else f"{_REFUSED}: {problem}"
 
 
 def described(error: Exception) -> str:

@@ -28,8 +28,8 @@ class FileReader:
 
     fd: int
     size: int
+    path: Path
     start: int = 0
-    path: Path = Path("the file")
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly ``length`` bytes from ``offset``.
@@ -61,7 +61,7 @@ class FileReader:
         Raises FormatError when the range is not inside the file.
         """
         self._ensure_inside(offset, length)
-        return FileReader(self.fd, length, self.start + offset, self.path)
+        return FileReader(self.fd, length, self.path, self.start + offset)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Begin to read ranges that will be asked for: all at once, instead of one seek after the other."""
@@ -81,7 +81,7 @@ class FileReader:
             own = os.dup(self.fd)
         try:
             os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            yield FileReader(own, self.size, self.start, self.path)
+            yield FileReader(own, self.size, self.path, self.start)
         finally:
             os.close(own)
 
@@ -314,7 +314,7 @@ def open_reader(path: Path) -> Iterator[FileReader]:
     # O_NONBLOCK: a FIFO that happens to be called model.bin must not hang the scan.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        yield FileReader(fd, os.fstat(fd).st_size, path=path)
+        yield FileReader(fd, os.fstat(fd).st_size, path)
     finally:
         os.close(fd)
 

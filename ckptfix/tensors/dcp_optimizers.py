@@ -25,7 +25,7 @@ from ckptfix.formats.dcp_metadata import (
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.dcp_tensors import DcpLayouts, read_metadata_of
 from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, STATE, PickledValues, Unread, optimizer_state
@@ -129,7 +129,7 @@ def _items(
         except FormatError as error:
             raise OperationError(f"{path}: {error}; next: {command('check', folder)}") from error
         except OSError as error:
-            raise OperationError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise OperationError(f"{path}: {unreadable(path, error)}") from error
 
 
 def _item(path: Path, reader: FileReader, item: StoredItem, name: str, known: dict[bytes, Any]) -> Any:

@@ -22,7 +22,7 @@ from ckptfix.formats.dcp_metadata import (
 from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, unreadable
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.stored import Contiguous, Format, Layout, StoredTensor, Strided, Tile, Tiled, Weights
 from ckptfix.wording import count_of, list_names
@@ -129,9 +129,7 @@ def read_metadata_of(folder: Path) -> DcpMetadata:
     except FileNotFoundError:
         raise OperationError(f"{folder}: {_unfinished(_names(folder))}; next: {_check(folder)}") from None
     except OSError as error:
-        raise OperationError(
-            f"{path} cannot be read: {error.strerror or error}; next: {_check(folder)}"
-        ) from error
+        raise OperationError(f"{path}: {unreadable(path, error)}") from error
 
 
 def _unfinished(names: tuple[str, ...]) -> str:
@@ -261,7 +259,7 @@ class DcpLayouts:
                     f"{list_names(dict.fromkeys(tensor.fqn for _, tensor, _ in group))}; next: {_check(self._folder)}"
                 ) from None
             except OSError as error:
-                raise OperationError(f"{path} cannot be read: {error.strerror or error}") from error
+                raise OperationError(f"{path}: {unreadable(path, error)}") from error
         return saved
 
     def _checked(

@@ -18,6 +18,7 @@ from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Control, Progress, cores, run_all
 from ckptfix.storage.partial_results import Units
+from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.tensors.stored import BLOCK, Contiguous, Layout, StoredTensor, Strided, Tiled, digest_head
 
@@ -217,7 +218,9 @@ def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> H
             if control.is_stopping:
                 return Hashed("", problem="interrupted")
     except OSError as error:
-        return Hashed("", problem=error.strerror or str(error))
+        is_refused = isinstance(error, PermissionError) and isinstance(error.filename, str)
+        words = unreadable(Path(error.filename), error) if is_refused else error.strerror or str(error)
+        return Hashed("", problem=words)
     except (CkptfixError, ValueError, MemoryError) as error:
         return Hashed("", problem=str(error) or type(error).__name__)
     return Hashed(digest.hexdigest(), zeros, look.result() if look is not None else None)

@@ -10,7 +10,7 @@ from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import MANIFEST, shell_path
+from ckptfix.storage.paths import MANIFEST, refusal, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.verification.matching import Matched, crossed, crossing, moved, pair_models
@@ -86,7 +86,7 @@ def compare_with(
     for side in (contents, other):
         side.check_unchanged()
     if bad := next((key for (is_ours, key), one in results.items() if one.problem and not is_ours), None):
-        raise OperationError(f"{other.root}: {bad} cannot be read: {results[False, bad].problem}")
+        raise OperationError(f"{other.root}: {bad} {refusal(results[False, bad].problem)}")
     files = list(_files(contents, other, alike, results, optimizers))
     tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
     told = list(_told(contents, other, pairs, files, tensors, optimizers))
@@ -313,7 +313,7 @@ def _states(
 
 def _compared(kind: Kind, name: str, where: str, ours: Hashed, theirs: Hashed) -> Item:
     if ours.problem:
-        return Item(kind, name, where, Outcome.NOT_CHECKED, None, f"cannot be read: {ours.problem}")
+        return Item(kind, name, where, Outcome.NOT_CHECKED, None, refusal(ours.problem))
     if ours.digest == theirs.digest:
         return Item(kind, name, where, Outcome.MATCH, None, "")
     text = f"differs: sha256 {ours.digest[:12]} here, {theirs.digest[:12]} there"

@@ -33,7 +33,7 @@ from ckptfix.verification.statements import (
     uncovered_weights,
 )
 from ckptfix.verification.verify_report import Change, Item, Kind, Outcome
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, list_names, series
 
 _SUMS = "sha256sums"
 
@@ -62,7 +62,7 @@ class Evidence:
     def source(self, kind: str) -> str:
         """Return the file with the digests of a kind, as messages name it."""
         paths = [one.path for one in self.attestations if kind in (one.kind, "")]
-        return " and ".join(map(str, paths))
+        return series([*map(str, paths)])
 
     def command(self, target: Target) -> str:
         """Return the command that compares again."""

@@ -8,7 +8,7 @@ from typing import Literal
 from typing_extensions import assert_never
 
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, refusal
 from ckptfix.tensors.hashing import Hashed, first_place
 from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, file_item, judge
 
@@ -78,7 +78,7 @@ def describe_files(
 
 
 def _unread(have: Hashed | None) -> str:
-    return f"cannot be read: {have.problem}" if have is not None and have.problem else ""
+    return refusal(have.problem) if have is not None and have.problem else ""
 
 
 def _with_tail(one: Judgement[TensorLocation] | Judgement[str], have: Hashed | None) -> Change | None:
@@ -183,7 +183,7 @@ def compare(
         for item in describe_tensors(tensors, digests, places, homes, outcomes, recorded.tensor_source)
     )
     for place, why in recorded.lost(contents):
-        text = f"cannot be read: {why}"
+        text = refusal(why)
         yield Item(
             kind=Kind.TENSOR, name=place.fqn, where=place.label, outcome=Outcome.NOT_CHECKED, text=text
         )

@@ -33,7 +33,7 @@ from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, default_folder
-from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command
+from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, refusal
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
@@ -217,9 +217,7 @@ def seal(
         for key, one in found.items():
             if one.problem:
                 what = key.name if isinstance(key, FileDigest) else getattr(key, "path", key)
-                raise OperationError(
-                    f"{target.root}: {what} cannot be read: {one.problem}; nothing was written"
-                )
+                raise OperationError(f"{target.root}: {what} {refusal(one.problem)}; nothing was written")
         findings = _serious(settled(found, shape, contents, target, progress))
         if any(map(forbids_seal, findings)) and not force:
             return SealReceipt(path=target.path, written=False, findings=findings)

@@ -24,7 +24,7 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
+from ckptfix.storage.paths import JOURNAL, SIGNED, command, described, existing
 from ckptfix.tensors.hashing import CRC, FileJob, Hashed, Job, Scheme, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
@@ -34,7 +34,7 @@ from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
 from ckptfix.verification.statements import uncovered_weights
 from ckptfix.verification.verify_report import VerifyReport
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, list_names, series
 
 _COVERED = ("values of tensors", "digests in ", "other files next to it")
 """Beginnings of what ``check`` leaves to ``verify``: values, digests, and files that are not part of a checkpoint."""
@@ -147,7 +147,7 @@ def verify(
     if report.is_compared or against is not None:
         return report
     if is_attested:
-        sources = " and ".join(str(one.path) for one in evidence.attestations)
+        sources = series([str(one.path) for one in evidence.attestations])
         return replace(report, no_digest=f"{sources} lists nothing that is here")
     why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
     return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
@@ -380,7 +380,7 @@ class _Moments:
         try:
             states = open_optimizers(target.path)
         except (CkptfixError, OSError) as error:
-            self.unread = (f"values of optimizers: {str(error).partition('; next: ')[0]}",)
+            self.unread = (f"values of optimizers: {described(error)}",)
             return
         self.files = frozenset(str(file) for state in states for file in state.files)
         is_engine = any(weights.format is Format.DEEPSPEED for weights in contents.weights)

@@ -179,11 +179,22 @@ def test_left_over_shards_are_told_and_not_indexed(tmp_path: Path) -> None:
     assert weight_map(tmp_path) == listed
 
 
-def test_a_shard_that_the_index_forgot_is_listed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [
+        ({"a": 1}, "does not list 1 tensor of the shards"),
+        ({"a": 2, "b": 2}, "names the wrong shard for 1 tensor"),
+        ({"a": 2}, "names the wrong shard for 1 tensor and does not list 1 tensor of the shards"),
+    ],
+)
+def test_what_the_index_says_wrongly_is_written_again(
+    tmp_path: Path, listed: dict[str, int], problem: str
+) -> None:
     files = {shard(1, 2): {"a": b"1"}, shard(2, 2): {"b": b"2"}}
     write(tmp_path, files)
-    write_index(tmp_path / INDEX, {"a": shard(1, 2)})
-    assert codes(tmp_path) == ["index-mismatch"]
+    write_index(tmp_path / INDEX, {name: shard(number, 2) for name, number in listed.items()})
+    (finding,) = check(tmp_path).findings
+    assert (finding.code, str(finding)) == ("index-mismatch", f"{INDEX} {problem}")
     assert repair(tmp_path).status == 0
     assert weight_map(tmp_path) == {"a": shard(1, 2), "b": shard(2, 2)}
 

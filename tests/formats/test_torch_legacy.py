@@ -88,7 +88,7 @@ def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
             for flip in (0xFF, 0x01, 0x80):
                 os.pwrite(stream.fileno(), bytes([data[place] ^ flip]), place)
                 with suppress(FormatError):
-                    read_torch_file(FileReader(stream.fileno(), len(data)))
+                    read_torch_file(FileReader(stream.fileno(), len(data), path))
             os.pwrite(stream.fileno(), data[place : place + 1], place)
 
 

@@ -121,8 +121,10 @@ def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
             for flip in (0xFF, 0x01):
                 os.pwrite(stream.fileno(), bytes([data[place] ^ flip]), place)
                 with suppress(FormatError):
-                    file = read_torch_file(FileReader(stream.fileno(), len(data)))
-                    list(crc_mismatches(file, FileReader(stream.fileno(), len(data)), every_record=True))
+                    file = read_torch_file(FileReader(stream.fileno(), len(data), path))
+                    list(
+                        crc_mismatches(file, FileReader(stream.fileno(), len(data), path), every_record=True)
+                    )
             os.pwrite(stream.fileno(), bytes([data[place]]), place)
     assert time.process_time() - begin < 20
 

@@ -272,7 +272,7 @@ def test_broken_metadata_is_told_with_its_path(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     (tmp_path / ".metadata").unlink()
     (tmp_path / ".metadata").mkdir()
-    with pytest.raises(OperationError, match=r"\.metadata cannot be read: Is a directory"):
+    with pytest.raises(OperationError, match=r"\.metadata: cannot be read: Is a directory"):
         open_checkpoint(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """What ``verify --data`` says of values, and what it leaves alone."""
 
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix import Severity, verify
+from ckptfix import Severity, seal, verify
 from ckptfix.diagnosis.values import judge_values
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import TensorJob, first_place, hash_all
@@ -288,6 +289,33 @@ def test_a_repair_is_not_advised_for_what_it_does_not_mend(tmp_path: Path) -> No
         said = str(verify(tmp_path, data=True))
     assert "ckptfix repair" not in said
     assert "next: make what could not be read readable" in said
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [
+        ("accelerate-1.15.0/clean-safetensors", "optimizer.bin"),
+        ("accelerate-1.15.0/clean-safetensors", "model.safetensors"),
+        ("dcp-2.13.0/fsdp2-clean", "optimizer_0/__0_0.distcp"),
+        ("dcp-2.13.0/fsdp2-clean", "pytorch_model_fsdp_0/.metadata"),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_told_as_check_tells_it(
+    tmp_path: Path, save: str, name: str, sealed: bool
+) -> None:
+    """It was said as "[Errno 13] Permission denied: ...", without its owner and the command that helps."""
+    root = Path(shutil.copytree(Path("fixtures") / save / "checkpoint", tmp_path / "checkpoint"))
+    if sealed:
+        seal(root)
+    with nobody_may_read(root / name):
+        said = str(verify(root, data=True))
+    lines = [line for line in said.splitlines() if "denied" in line]
+    assert lines
+    for line in lines:
+        assert re.search(r"cannot be read: permission denied \(owner \w+, mode 0000; .*chmod a\+r ", line)
+        assert "cannot be read: cannot" not in line
+    assert "Errno" not in said
 
 
 SAVES = [

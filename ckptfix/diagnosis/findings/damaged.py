@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, list_names, series
 
 _READERS = {
     "a GGUF model": (".gguf", "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))"),
@@ -200,10 +200,11 @@ class IndexMismatch(Finding):
             doubled = count_of(len(self.doubled), "tensor")
             are = "is" if len(self.doubled) == 1 else "are"
             return f"{doubled} of {self.path} {are} in two shards: {list_names(self.doubled)}"
-        return (
-            f"{self.path} sends {count_of(self.misplaced, 'tensor')} to another shard than holds it, and lacks "
-            f"{self.unlisted}"
-        )
+        problems = [
+            f"names the wrong shard for {count_of(self.misplaced, 'tensor')}" if self.misplaced else "",
+            f"does not list {count_of(self.unlisted, 'tensor')} of the shards" if self.unlisted else "",
+        ]
+        return f"{self.path} {' and '.join(filter(None, problems))}"
 
     @property
     def advice(self) -> str:
@@ -329,7 +330,7 @@ def _loads(loads: Mapping[str, PurePosixPath]) -> str:
     for loader, path in loads.items():
         by_file.setdefault(path, []).append(loader)
     return ", ".join(
-        f"{' and '.join(loaders)} {'loads' if len(loaders) == 1 else 'load'} {path}"
+        f"{series(loaders)} {'loads' if len(loaders) == 1 else 'load'} {path}"
         for path, loaders in by_file.items()
     )
 
