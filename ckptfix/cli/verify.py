@@ -12,8 +12,8 @@ from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import run_each
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
-from ckptfix.diagnosis.check import CheckReport, check
-from ckptfix.diagnosis.findings.base import Severity, salvage_lines
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.findings.base import Finding, Severity, salvage_lines
 from ckptfix.errors import UsageError
 from ckptfix.storage.doors import looks_like_url, opened
 from ckptfix.storage.paths import shell_path
@@ -53,10 +53,7 @@ def reload(
                     report, str(copy), device_map, max_memory, model, repeats, require_transfer_proof, html,
                     data=data,
                 )  # fmt: skip
-    checked = check(path)
-    document: dict[str, Any] = {"path": path, "findings": [one.as_json(path) for one in checked.findings]}
-    # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.
-    serious = [one for one in checked.findings if one.severity is not Severity.NOTE]
+    document: dict[str, Any] = {"path": path, "findings": []}
     data_lines: list[str] = []
     data_status = 0
     if data:
@@ -67,10 +64,16 @@ def reload(
         report.show(verified.lines())
         document["data"] = verified.as_json()
         data_lines, data_status = [str(one) for one in verified.lines()], verified.status
+        findings = verified.findings
     else:
+        findings = check(path).all_findings
+    document["findings"] = [one.as_json(path) for one in findings]
+    # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.
+    serious = [one for one in findings if one.severity is not Severity.NOTE]
+    if not data:
         report.findings(serious, path)
     if any(one.severity is Severity.ERROR for one in serious):
-        next_step = _say_what_to_do(report, path, checked)
+        next_step = _say_what_to_do(report, path, findings)
         found = [(one.severity.value, one.code, str(one)) for one in serious]
         document["reload"] = None
         return _finish(
@@ -117,16 +120,16 @@ def _damage_page(
     return damage_page(path, f"{_DAMAGED}; {next_step}", found, data_lines)
 
 
-def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
+def _say_what_to_do(report: Report, path: str, findings: Sequence[Finding]) -> str:
     """Print what to do with a damaged checkpoint, and return it."""
     report.line(_DAMAGED, bold=True)
-    salvages = [str(one) for one in salvage_lines(checked.findings, path)]
+    salvages = [str(one) for one in salvage_lines(findings, path)]
     if salvages:
         next_step = salvages[0]
-    elif any(one.is_fixable for one in checked.findings):
+    elif any(one.is_fixable for one in findings):
         next_step = f"next: ckptfix repair {shell_path(path)}"
     else:  # no command mends it, and check would only repeat it
-        advice = (one.advice_at(path) for one in checked.findings if one.severity is Severity.ERROR)
+        advice = (one.advice_at(path) for one in findings if one.severity is Severity.ERROR)
         next_step = f"next: {next(filter(None, advice), 'load an older checkpoint')}"
     report.line(next_step)
     return next_step

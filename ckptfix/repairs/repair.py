@@ -36,7 +36,6 @@ from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.duplicates import (
-    WRONG_IF,
     DoubledModel,
     IdenticalModels,
     IdenticalStates,
@@ -121,7 +120,11 @@ class RepairReceipt(Printable, Serialized):
     @property
     def advice(self) -> tuple[str, ...]:
         """The steps before the script resumes, in words; empty where no entry was dropped."""
-        return _before_resuming(self.steps, self.found)
+        advice = _before_resuming(self.steps, self.found)
+        # Before a repair the finding says so, and a repaired copy has nothing to undo.
+        if self.transaction is not None and any(DoubledModel.code in step.fixes for step in self.steps):
+            return (*advice, "undo the repair if the script keeps an equal copy of a model on purpose")
+        return advice
 
     def lines(self) -> Iterator[Line]:
         """Yield the plan, the outcome, the findings that are left, and the command to undo."""
@@ -611,11 +614,9 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"
     else:
         return _before_loading(steps, found)
-    is_default = any(DoubledModel.code in step.fixes for step in steps)
     return (
         f"the script {cause}: unchanged, it {failure}",
         "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
-        *((f"the deletion is {WRONG_IF}: then undo it",) if is_default else ()),
     )
 
 

@@ -143,6 +143,21 @@ def test_every_advice_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--keep custom=N" in out
 
 
+def test_each_output_says_once_when_a_deletion_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run said it twice, and a repaired copy was to be undone, which no verb can."""
+    copy = str(shutil.copytree(FIXTURE, tmp_path / "checkpoint"))
+    for words, count in (
+        (["check", copy], 1),
+        (["repair", "--dry-run", copy], 1),
+        (["repair", copy, "--output", str(tmp_path / "copy")], 0),
+        (["repair", copy], 1),
+    ):
+        run(words)
+        assert capsys.readouterr().out.count("keeps an equal copy") == count, words
+
+
 @pytest.mark.parametrize(
     ("fixture", "looked_for"),
     [
@@ -164,7 +179,9 @@ def test_a_repair_says_that_the_unchanged_script_no_longer_resumes(
     assert run(["repair", str(copy), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     said, todo, *wrong = document["advice"]
-    assert ["then undo it" in words for words in wrong] == [True] * (looked_for != "the old keys")
+    assert [words.startswith("undo the repair if ") for words in wrong] == [True] * (
+        looked_for != "the old keys"
+    )
     assert f"unchanged, it looks for {looked_for}" in said
     assert all("ckptfix run SCRIPT" in text for text in (todo, document["found"][0]["advice"]))
     assert run(["undo", str(copy)]) == 0

@@ -15,7 +15,9 @@ from ckptfix import cli
 from ckptfix.cli import run, verify
 from ckptfix.devices.reload import verifying
 from ckptfix.devices.torch_devices import device_count
+from ckptfix.diagnosis.check import CheckReport, check
 from ckptfix.storage import staged
+from ckptfix.verification import verify as verification
 from tests.cli.test_verify import MODEL, damaged, folder, printed
 from tests.devices.test_reload_page import Page
 from tests.repairs.builders import write_safetensors
@@ -194,6 +196,23 @@ def test_data_and_a_device_map_do_both(folder: Path, capsys: pytest.CaptureFixtu
     text = Page(page.read_text(encoding="utf-8")).text
     assert "What --data found" in text
     assert "values: no problem in 16 tensors" in text
+
+
+@pytest.mark.parametrize("options", [(), ("--data",)])
+def test_the_structure_is_checked_once(
+    folder: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --data it was checked twice, which costs a large folder seconds, and a store its requests."""
+    calls: list[Any] = []
+
+    def counted(*given: Any, **named: Any) -> CheckReport:
+        calls.append(given)
+        return check(*given, **named)
+
+    for module in (verify, verification):
+        monkeypatch.setattr(module, "check", counted)
+    assert run(["verify", str(folder), "--device-map", "auto", *options]) == 0
+    assert len(calls) == 1
 
 
 def test_what_data_finds_fails_although_the_reload_holds(
