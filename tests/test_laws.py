@@ -370,7 +370,9 @@ def test_names_of_two_shards_that_would_become_one_are_refused(
     write(tmp_path, files, is_save_state=False)
     if with_index:
         weight_map = {fqn: name for name, tensors in files.items() for fqn in tensors}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     repair(tmp_path, policy=Policy(keys=keys))
     names = [fqn for name in SHARDS for fqn in read_safetensors(tmp_path / name)]
     assert len(set(names)) == 3

@@ -82,6 +82,10 @@ Accelerate pickles the sampler object, and loads custom objects with ``weights_o
 """
 
 
+_UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
+"""Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
+
+
 def diagnose_files(
     folder: CheckpointFolder,
     *,
@@ -226,6 +230,15 @@ def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
         findings.append(TrailingBytes(path=component.path, end=file.data_end, extra=file.trailing))
     if "format" not in file.metadata:
         findings.append(NoFormatMetadata(path=component.path))
+    refused = next((tensor for tensor in file.tensors if tensor.dtype in _UNKNOWN_TO_TORCH), None)
+    # torch packs two of the 4-bit numbers into an element.
+    odd = next((tensor for tensor in file.tensors if tensor.dtype == "F4" and tensor.shape[-1] % 2), None)
+    if refused is not None:
+        detail = f"{refused.fqn!r} is of {refused.dtype}, for which torch has no dtype"
+        findings.append(MalformedFile(path=component.path, detail=detail))
+    elif odd is not None:
+        detail = f"{odd.fqn!r} is of F4 and its last size is {odd.shape[-1]}: torch loads even sizes alone"
+        findings.append(MalformedFile(path=component.path, detail=detail))
     return findings
 
 
@@ -328,7 +341,11 @@ def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
     problem = (
         group.index.problem.message if group.index is not None and group.index.problem is not None else None
     )
-    if group.index is not None and not (problem or doubled or lost or misplaced or unlisted):
+    is_read = group.index is not None and problem is None
+    without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
+    if group.index is not None and not (
+        problem or doubled or lost or misplaced or unlisted or without_metadata
+    ):
         return []
     return [
         IndexMismatch(
@@ -340,6 +357,7 @@ def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
             absent=group.index is None,
             problem=problem,
             rivals=group.rivals,
+            without_metadata=without_metadata,
         )
     ]
 

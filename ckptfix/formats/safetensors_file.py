@@ -11,6 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
+from sys import float_info
 from typing import Any
 
 from ckptfix.dataclass import dataclass
@@ -26,6 +27,10 @@ MAX_VALUES = 4_000_000
 
 METADATA_KEY = "__metadata__"
 _U64 = (1 << 64) - 1
+_BITS = {dtype: bits for dtype, bits in DTYPE_BITS.items() if dtype != "C128"}
+_KEYS = ("dtype", "shape", "data_offsets")
+_DEEPEST = 127
+"""Levels of brackets that the reference parser reads (serde_json's recursion limit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,12 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
             in_header=True,
         )
     raw = reader.read(8, length)
-    if raw[:1] != b"{":
+    # White space in front is JSON, and the reference parser reads it.
+    if raw.lstrip(b" \t\n\r")[:1] != b"{":
         raise FormatError("the header does not begin with '{'")
-    header = _parse_json(raw, "the header", 8, constant=_no_constant)
+    # A hook for every integer takes a third longer.
+    integer = _integer if b"-0" in raw else None
+    header = _parse_json(raw, "the header", 8, parse_constant=_no_constant, parse_int=integer)
     metadata = _metadata(header)
     tensors, data_end = _tensors(header, 8 + length)
     if data_end > reader.size and not cut:
@@ -133,10 +141,11 @@ def same_phase_length(header: bytes, old_length: int, block: int) -> int:
     return len(header) + (old_length - len(header)) % block
 
 
-def _parse_json(
-    raw: bytes, what: str, start: int = 0, *, constant: Callable[[str], Any] | None = None
-) -> Any:
-    """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at which it begins."""
+def _parse_json(raw: bytes, what: str, start: int = 0, **hooks: Callable[[str], Any] | None) -> Any:
+    """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at which it begins.
+
+    ``hooks``: those of ``json.loads``.
+    """
     # At most this many values: a few more are counted where strings hold commas or brackets.
     if raw.count(b"{") + raw.count(b"[") + raw.count(b",") > MAX_VALUES:
         raise BeyondLimits(f"{what} holds more than {MAX_VALUES} values")
@@ -150,9 +159,7 @@ def _parse_json(
         return result
 
     try:
-        value = json.loads(
-            raw.decode(), object_pairs_hook=unique, parse_float=_finite, parse_constant=constant
-        )
+        value = json.loads(raw.decode(), object_pairs_hook=unique, parse_float=_finite, **hooks)
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -174,6 +181,11 @@ def _finite(text: str) -> float:
     if number in (inf, -inf):
         raise FormatError(f"the number {text:.40} in the JSON is larger than any float")
     return number
+
+
+def _integer(text: str) -> int | float:
+    """Return the number that a JSON integer spells. The reference parser takes -0 for a float."""
+    return -0.0 if text == "-0" else int(text)
 
 
 def _no_constant(text: str) -> Any:
@@ -215,6 +227,8 @@ def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, .
             raise FormatError(f"the shape of {fqn!r} is not a list")
         shape = tuple(sizes)
         _check_entry(fqn, dtype, shape, begin, end)
+        if len(entry) > len(_KEYS):
+            _check_more(fqn, entry)
         found.append(TensorInfo(fqn, dtype, shape, (start + begin, start + end)))
     found.sort(key=_offsets)
     position = start
@@ -238,12 +252,13 @@ def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: obje
     # type() and not isinstance(): JSON's true would pass as 1.
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
         raise FormatError(f"data_offsets of {fqn!r} are {begin!r} to {end!r}")
-    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    bits = _BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise FormatError(f"the dtype of {fqn!r} is {dtype!r}, which this version does not know")
+        raise FormatError(f"the dtype of {fqn!r} is {dtype!r}, which safetensors does not know")
     count = 1
     for size in shape:
-        if type(size) is not int or not 0 <= size <= _U64:
+        # The reference reads sizes up to 64 bits, torch and numpy up to 63.
+        if type(size) is not int or not 0 <= size <= _U64 >> 1:
             raise FormatError(f"the shape of {fqn!r} holds {size!r}")
         count *= size
         if count > _U64:  # as the reference refuses it, even where a later 0 makes it empty
@@ -252,6 +267,21 @@ def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: obje
         raise FormatError(
             f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its offsets"
         )
+
+
+def _check_more(fqn: str, entry: Mapping[str, Any]) -> None:
+    """Check the fields that the format does not know. The reference parser ignores them, but parses them first."""
+    values: list[Any] = [entry[key] for key in entry if key not in _KEYS]
+    # The header and the entry.
+    depth = 2
+    while values:
+        if any(type(value) is int and abs(value) > float_info.max for value in values):
+            raise FormatError(f"the entry of {fqn!r} holds an integer that is larger than any float")
+        nested = [value for value in values if isinstance(value, dict | list)]
+        depth += 1
+        if nested and depth > _DEEPEST:
+            raise FormatError(f"the entry of {fqn!r} is nested too deeply")
+        values = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
 
 
 MAX_INDEX = 128 << 20

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as _deserialize
+from safetensors import safe_open as _safe_open
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.safetensors_file import (
@@ -27,6 +28,7 @@ from ckptfix.storage.reading import open_reader
 from tests.sampling import examples
 
 deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = _deserialize
+safe_open: Callable[[Path, str], Any] = _safe_open
 Read = Callable[[bytes], SafetensorsFile]
 
 
@@ -101,12 +103,56 @@ def test_a_header_longer_than_the_format_allows_is_not_read(read: Read, claim: i
         read(struct.pack("<Q", claim) + b"{}")
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BITS.keys() - {"C128"}))
 def test_every_dtype(read: Read, dtype: str) -> None:
     size = DTYPE_BITS[dtype]  # 8 elements of n bits take n bytes
-    assert read(made({"a": entry(0, size, dtype, [2, 4])}, bytes(size))).tensors[0].dtype == dtype
+    data = made({"a": entry(0, size, dtype, [2, 4])}, bytes(size))
+    assert read(data).tensors[0].dtype == dict(deserialize(data))["a"]["dtype"] == dtype
     with pytest.raises(FormatError, match="by dtype and shape"):
         read(made({"a": entry(0, size, dtype, [2, 5])}, bytes(size)))
+
+
+def texts(fields: str, *, front: str = "") -> bytes:
+    raw = f'{front}{{"__metadata__":{{"format":"pt"}},"a":{{{fields}}}}}'.encode()
+    return made(raw, bytes(8))
+
+
+_PLAIN = '"dtype":"F32","shape":[2],"data_offsets":[0,8]'
+_LIKE_THE_REFERENCE = {
+    "white space in front": (texts(_PLAIN, front=" \n\t\r"), ""),
+    "another byte in front": (texts(_PLAIN, front="\f"), "does not begin"),
+    "a mark of UTF-8 in front": (texts(_PLAIN, front="\ufeff"), "does not begin"),
+    "-0 as an offset": (
+        texts('"dtype":"F32","shape":[2],"data_offsets":[-0,8]'),
+        "data_offsets of 'a' are -0.0",
+    ),
+    "-0 as a size": (made(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "holds -0.0"),
+    "-0 in a key": (made({"layer-0": entry(0, 1)}, b"a"), ""),
+    "-0 in a field": (texts(f'"x":[-0],{_PLAIN}'), ""),
+    "complex numbers of 128 bits": (made({"a": entry(0, 16, "C128", [1])}, bytes(16)), "'C128'"),
+    "125 levels in a field": (texts(f'"x":{"[" * 125}{"]" * 125},{_PLAIN}'), ""),
+    "126 levels in a field": (texts(f'"x":{"[" * 126}{"]" * 126},{_PLAIN}'), "nested too deeply"),
+    "126 levels of objects": (
+        texts('"x":' + '{"k":' * 126 + "1" + "}" * 126 + f",{_PLAIN}"),
+        "nested too deeply",
+    ),
+    "125 levels of objects": (texts('"x":' + '{"k":' * 125 + "1" + "}" * 125 + f",{_PLAIN}"), ""),
+    "an integer of 308 digits": (texts(f'"x":{"9" * 308},{_PLAIN}'), ""),
+    "an integer of 310 digits": (texts(f'"x":[-{"9" * 310}],{_PLAIN}'), "larger than any float"),
+}
+"""Header -> the words of the refusal, "" where the reference parser reads it."""
+
+
+@pytest.mark.parametrize("name", _LIKE_THE_REFERENCE)
+def test_the_reference_decides(read: Read, name: str) -> None:
+    data, refusal = _LIKE_THE_REFERENCE[name]
+    if not refusal:
+        assert [t.fqn for t in read(data).tensors] == list(dict(deserialize(data)))
+        return
+    with pytest.raises(SafetensorError):
+        deserialize(data)
+    with pytest.raises(FormatError, match=refusal):
+        read(data)
 
 
 ODD: st.SearchStrategy[Any] = st.sampled_from([0, 1, 2, 4, 8, -1, 2**64, 1.0, True, None, "0", [], {}])
@@ -139,7 +185,7 @@ HEADERS = st.dictionaries(st.sampled_from(["a", "b", "module.c", "\ud800", "\x00
 
 @pytest.mark.parametrize(
     ("shape", "is_read"),
-    [([0, 1 << 64], False), ([1 << 62, 8, 0], False), ([0, 1 << 62, 8], True), ([(1 << 64) - 1, 0], True)],
+    [([0, 1 << 64], False), ([1 << 62, 8, 0], False), ([0, 1 << 62, 8], True)],
 )
 def test_sizes_beyond_64_bits_are_refused_as_the_reference_does(
     read: Read, shape: list[int], is_read: bool
@@ -153,6 +199,21 @@ def test_sizes_beyond_64_bits_are_refused_as_the_reference_does(
         read(data)
     with pytest.raises(SafetensorError):
         deserialize(data)
+
+
+@pytest.mark.parametrize("size", [1 << 63, (1 << 64) - 1])
+def test_a_size_that_torch_cannot_hold_is_refused(read: Read, tmp_path: Path, size: int) -> None:
+    data = made({"a": entry(0, 0, "U8", [0, size])})
+    (tmp_path / "x.safetensors").write_bytes(data)
+    assert dict(deserialize(data))["a"]["shape"] == [0, size]
+    with pytest.raises(TypeError), safe_open(tmp_path / "x.safetensors", "pt") as file:
+        file.get_tensor("a")
+    with pytest.raises(FormatError, match="the shape of 'a' holds"):
+        read(data)
+    data = made({"a": entry(0, 0, "U8", [0, (1 << 63) - 1])})
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.get_tensor("a").shape == read(data).tensors[0].shape
 
 
 @pytest.mark.slow

@@ -161,7 +161,9 @@ class Judge:
 
     def _sharded(self, root: Path) -> Any:
         (path,) = root.glob("*.index.json")
-        listed = json.loads(path.read_text())["weight_map"]
+        index = json.loads(path.read_text())
+        # As transformers writes into the object (``utils/hub.py`` of 5.23).
+        index["metadata"]["weight_map"] = listed = index["weight_map"]
         values: dict[tuple[str, str], Any] = {}
         for name in sorted(set(listed.values())):
             values |= {(name, key): tensor for key, tensor in self._file(root / name).items()}

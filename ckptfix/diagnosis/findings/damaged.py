@@ -158,13 +158,16 @@ class MissingShard(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMismatch(Finding):
-    """An index that disagrees with the headers about the files of tensors."""
+    """An index that disagrees with the headers about the files of tensors, or that loaders refuse.
+
+    ``without_metadata``: it has no object ``metadata``, into which transformers and diffusers write.
+    """
 
     code = "index-mismatch"
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the index is missing, unreadable, or disagrees with the shards; rebuilt "
+        "the index is missing, unreadable, without `metadata`, or disagrees with the shards; rebuilt "
         "when they are intact and disjoint"
     )
 
@@ -175,6 +178,7 @@ class IndexMismatch(Finding):
     absent: bool = False
     problem: str | None = None
     rivals: int = 1
+    without_metadata: bool = False
 
     @property
     def is_fixable(self) -> bool:
@@ -203,6 +207,9 @@ class IndexMismatch(Finding):
         problems = [
             f"names the wrong shard for {count_of(self.misplaced, 'tensor')}" if self.misplaced else "",
             f"does not list {count_of(self.unlisted, 'tensor')} of the shards" if self.unlisted else "",
+            'has no object "metadata", so transformers and diffusers refuse to load the model'
+            if self.without_metadata
+            else "",
         ]
         return f"{self.path} {' and '.join(filter(None, problems))}"
 
