@@ -99,6 +99,12 @@ class FileName:
         return (self.stem, self.suffix) in _OF_TRAINER
 
     @property
+    def is_state_file(self) -> bool:
+        """Return whether a library reads a file by exactly this name: a state, or weights in one file."""
+        is_weights = self.role is not Role.WEIGHTS_INDEX and self.is_of_library and self.shard is None
+        return self.role not in NOT_STATES or is_weights
+
+    @property
     def model(self) -> ModelName | None:
         """The model of this file or index, by its name; None for states."""
         if self.role not in NOT_STATES:
@@ -227,6 +233,30 @@ def parse_file_name(name: str) -> FileName | None:
     for suffix in WEIGHT_SUFFIXES:
         if name.endswith(suffix) and name != suffix:
             return FileName(role=Role.UNKNOWN, stem=name[: -len(suffix)], suffix=suffix)
+    return None
+
+
+_ADDED = re.compile(r"\s|\([0-9]+\)|~|\.[0-9]+$")
+"""Spaces, and the marks of a second copy: ``optimizer (1).bin`` of browsers, ``optimizer.bin.1`` of wget."""
+
+_LOOSE_NUMBER = re.compile(r"_+0*([0-9]+\.)")
+
+
+def nearly_state(name: str) -> FileName | None:
+    """Return the file of ``save_state`` whose name this one nearly is: ``Optimizer.bin``, ``model_01.safetensors``.
+
+    They differ in case, spaces, dashes, zeros or the mark of a second copy, so that ``load_state`` never finds the
+    file. None for any other name.
+    """
+    known = parse_file_name(name)
+    if known is not None and known.role is not Role.UNKNOWN:
+        return None
+    text = _LOOSE_NUMBER.sub(r"_\1", _ADDED.sub("", name.casefold()).replace("-", "_"))
+    for plain in (text, text.replace("_0.", ".")):
+        meant = parse_file_name(plain)
+        is_unknown = meant is None or meant.role is Role.UNKNOWN
+        if meant is not None and not is_unknown and meant.is_state_file and not meant.is_of_trainer:
+            return meant
     return None
 
 

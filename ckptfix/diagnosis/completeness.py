@@ -44,6 +44,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     Salvaged,
 )
+from ckptfix.diagnosis.misnamed import misnamed
 from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.errors import FormatError
 from ckptfix.storage.markers import UPLOAD
@@ -487,6 +488,7 @@ def diagnose_save(
         findings += gone
         if not (is_saved or gone):  # a manifest says what belongs here
             findings += incomplete(folder, manifest, has_deepspeed=has_deepspeed)
+            findings += misnamed(folder)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
     return SaveDiagnosis(findings, unchecked, [])

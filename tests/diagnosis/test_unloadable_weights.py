@@ -126,7 +126,7 @@ def test_an_index_without_metadata_is_an_error_that_a_repair_mends(
     report = check(folder.path)
     assert report.status == 1
     assert [str(finding) for finding in report.findings if finding.code == "index-mismatch"] == [
-        f'{folder.index.name} has no object "metadata": transformers and diffusers refuse to load the model'
+        f'{folder.index.name} has no object "metadata", so transformers and diffusers refuse to load the model'
     ]
     assert repair(folder.path).status == 0
     document = json.loads(folder.index.read_text())

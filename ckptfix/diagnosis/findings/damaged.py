@@ -7,6 +7,9 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names, series
 
+FOLDER = "a folder"
+"""Content of what has the name of a file and is a folder."""
+
 _READERS = {
     "a GGUF model": (".gguf", "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))"),
     "an ONNX model": (".onnx", "onnxruntime"),
@@ -69,7 +72,8 @@ class NotATensorFile(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, empty, or another format"
+        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, empty, a folder, or another "
+        "format"
     )
 
     content: str
@@ -85,6 +89,8 @@ class NotATensorFile(Finding):
     @property
     def advice(self) -> str:
         """Advice for the actual kind of content."""
+        if self.content == FOLDER:
+            return f"loaders want a file of this name: copy {self.path} again from where it came"
         if "git-LFS" in self.content:
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
@@ -104,7 +110,8 @@ class MalformedFile(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file contradicts itself: overlapping ranges, duplicate keys, a broken header, index or archive"
+        "the file contradicts itself: overlapping ranges, duplicate keys, a broken header, index or archive; or torch "
+        "lacks a dtype in it"
     )
 
     detail: str

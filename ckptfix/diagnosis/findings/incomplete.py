@@ -42,14 +42,15 @@ class IncompleteCheckpoint(Finding):
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
+    ``misnamed``: a file that nearly has the name of the missing one.
     """
 
     code = "incomplete-checkpoint"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show; or "
-        "`trainer_state.json` cannot be read"
+        "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show, or has nearly "
+        "the right name; or `trainer_state.json` cannot be read"
     )
 
     missing: tuple[str, ...]
@@ -57,6 +58,7 @@ class IncompleteCheckpoint(Finding):
     by_rank: bool = False
     of_trainer: bool = False
     problem: str = ""
+    misnamed: str = ""
 
     def __str__(self) -> str:
         if self.problem:
@@ -71,6 +73,8 @@ class IncompleteCheckpoint(Finding):
     @property
     def advice(self) -> str:
         """Advice to copy the files again, unless the setup of the run explains it."""
+        if self.misnamed:
+            return f"if {self.misnamed!r} is that file, rename it to {self.missing[0]}; else move it out of the folder"
         if self.by_rank:
             cost = (
                 "go on with new random states"
