@@ -491,10 +491,13 @@ _ONE_OF_SEVERAL = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
 
 
 def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
-    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern is the number."""
+    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern is the number.
+
+    accelerate and the Trainer order folders by the number, with zeros in front, too: ``checkpoint_008`` is after
+    ``checkpoint_4``.
+    """
     before, _, after = pattern.partition("{}")
-    number = "0|[1-9][0-9]*" if pattern == ACCELERATE else "[0-9]+"
-    match = re.fullmatch(f"{re.escape(before)}({number}){re.escape(after)}", name)
+    match = re.fullmatch(f"{re.escape(before)}([0-9]+){re.escape(after)}", name)
     return int(match[1]) if match else None
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 
 from ckptfix import check, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete, newest_complete
@@ -227,11 +230,36 @@ def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: P
         write_safetensors(tmp_path / name / "model.safetensors", {"a": b"x"})
         (tmp_path / name / "random_states_0.pkl").write_bytes(b"x")
     (tmp_path / "checkpoint_11").write_text("a file")
-    assert [candidate.number for candidate in candidates(tmp_path)] == [10, 9]
+    assert [candidate.number for candidate in candidates(tmp_path)] == [10, 10, 9]
     best = newest_complete(candidates(tmp_path))
     assert best is not None
     assert best.path.name == "checkpoint_10"
     assert newest_complete(()) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "newest"),
+    [
+        (("checkpoint_4", "checkpoint_008"), "checkpoint_008"),
+        (("checkpoint_010", "checkpoint_008", "checkpoint_9"), "checkpoint_010"),
+        (("checkpoint_4", "checkpoint_03"), "checkpoint_4"),
+    ],
+)
+def test_zeros_in_front_of_a_number_count_as_accelerate_counts_them(
+    tmp_path: Path, names: tuple[str, ...], newest: str
+) -> None:
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state()
+    for name in names:
+        shutil.copytree(tmp_path / "checkpoints" / "checkpoint_0", tmp_path / "checkpoints" / name)
+    loaded: list[str] = []
+    accelerator.register_load_state_pre_hook(lambda models, folder: loaded.append(Path(folder).name))
+    accelerator.load_state()
+    best = newest_complete(candidates(tmp_path / "checkpoints"))
+    assert best is not None
+    assert [best.path.name] == loaded == [newest]
 
 
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
