@@ -37,6 +37,7 @@ from ckptfix.checkpoint.trainer_folders import MissingState, TrainerProgress, mi
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
+    FewerRanks,
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
@@ -349,8 +350,9 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     """Yield the parts that a checkpoint lacks and most checkpoints of the same run have.
 
     ``known``: files that were reported already. A folder whose save recorded its files is not compared.
-    States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. A folder
-    with random states of other ranks than 0 alone lacks all that any checkpoint of the run has.
+    States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. If only one
+    neighbour exists, as for the newest checkpoint, they are a note. A folder with random states of other ranks than 0
+    alone lacks all that any checkpoint of the run has.
     """
     name = _NUMBERED.fullmatch(folder.name)
     manifest = usable_manifest(folder)
@@ -379,14 +381,18 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
         and not (is_shortened and part[1] > 0 and part[0] is not Role.RNG_STATE)
         and (part[0] is not Role.RNG_STATE or all(part in one.parts for one in around))
     ]
-    names = tuple(run.examples[part] for part in missing if run.examples[part] not in known)
-    if names:
-        having = sum(all(part in one.parts for part in missing) for one in run.saves)
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(names[0]),
-            missing=names,
-            known_by=f"{having} of {others} checkpoints next to it have {'it' if len(names) == 1 else 'them'}",
-        )
+    is_first_or_last = len(around) < 2 and _is_save(own) and not is_of_others
+    unsure = [part for part in missing if is_first_or_last and part[0] is Role.RNG_STATE]
+    sure = [part for part in missing if part not in unsure]
+    for kind, lost in ((IncompleteCheckpoint, sure), (FewerRanks, unsure)):
+        names = tuple(run.examples[part] for part in lost if run.examples[part] not in known)
+        if names:
+            having = sum(all(part in one.parts for part in lost) for one in run.saves)
+            yield kind(
+                path=PurePosixPath(names[0]),
+                missing=names,
+                known_by=f"{having} of {others} checkpoints next to it have {'it' if len(names) == 1 else 'them'}",
+            )
 
 
 def _is_save(parts: Collection[Part]) -> bool:

@@ -186,6 +186,40 @@ def test_a_run_that_went_on_with_fewer_processes(tmp_path: Path) -> None:
     assert [incomplete(root, roots) for root in roots] == [[], [], [], []]
 
 
+@pytest.mark.parametrize("prefix", ["checkpoint_", "x_"])
+@pytest.mark.parametrize("processes", [(2, 1), (1, 2), (2, 2, 2, 1), (1, 2, 2, 2)])
+def test_one_neighbour_with_more_processes_is_no_evidence(
+    tmp_path: Path, prefix: str, processes: tuple[int, ...]
+) -> None:
+    """A run resumed with fewer or more processes, or two runs next to each other: nothing is missing."""
+    roots = [make(tmp_path / f"{prefix}{number}") for number in range(len(processes))]
+    for root, count in zip(roots, processes, strict=True):
+        if count == 1:
+            (root / "random_states_1.pkl").unlink()
+    reports = [check(root, siblings=roots) for root in roots]
+    assert [report.status for report in reports] == [0] * len(roots)
+    (finding,) = (finding for report in reports for finding in report.findings)
+    assert (finding.code, finding.severity.value) == ("incomplete-checkpoint", "note")
+    assert "ignore this if the run now has fewer processes" in finding.advice
+
+
+def test_a_killed_save_lacks_a_rank_between_two_neighbours(tmp_path: Path) -> None:
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(3)]
+    (roots[1] / "random_states_1.pkl").unlink()
+    assert [check(root, siblings=roots).status for root in roots] == [0, 1, 0]
+
+
+def test_the_newest_may_lack_a_rank_and_certainly_lacks_its_optimizer(tmp_path: Path) -> None:
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(2)]
+    for name in ("random_states_1.pkl", "optimizer.bin"):
+        (roots[1] / name).unlink()
+    report = check(roots[1], siblings=roots)
+    assert [(one.severity.value, str(one)) for one in report.findings] == [
+        ("warning", "optimizer.bin is missing: 1 of 1 checkpoints next to it have it"),
+        ("note", "random_states_1.pkl is missing: 1 of 1 checkpoints next to it have it"),
+    ]
+
+
 def test_a_guarded_save_is_believed(tmp_path: Path) -> None:
     """Its manifest lists what it wrote: a script may have dropped its optimizer."""
     roots = [make(tmp_path / f"checkpoint_{number}") for number in range(2)]

@@ -115,6 +115,13 @@ class IncompleteCheckpoint(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewerRanks(IncompleteCheckpoint):
+    """Random states that one neighbour has: a run that resumed with fewer processes has none, so no status changes."""
+
+    severity = Severity.NOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
     """States of an optimizer without weights of any model; or the config of a ``model`` without its weights."""
 
