@@ -9,6 +9,7 @@ judged in folders of ``save_state`` in which nothing else may hold weights.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,32 +23,25 @@ from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
+    ContradictoryMoments,
     InconsistentGroups,
+    LackingGroups,
+    LackingMoments,
     MismatchedMoments,
     MissingMoments,
     UnsavedParameters,
 )
+from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, kind_of
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import flattened_parts, model_names
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import is_optimizer
 from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
 from ckptfix.tensors.parameter_names import SHAPED
 
 Shape = tuple[int, ...]
-
-_OPTIONS = frozenset((
-    "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach",
-    "capturable", "differentiable", "fused", "decoupled_weight_decay", "momentum", "dampening", "nesterov",
-    "base_momentum", "max_momentum", "alpha", "centered", "lr_decay", "initial_accumulator_value", "rho",
-    "momentum_decay", "params", "param_names",
-))  # fmt: skip
-"""Hyperparameters of torch's optimizers whose moments have the shape of their parameter, and of its schedulers.
-
-A param group with others belongs to an optimizer that may keep other shapes: Adafactor, GaLore, Shampoo, 8 bit.
-"""
 
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
@@ -64,6 +58,10 @@ class SavedOptimizer:
     ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
     ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
     where it is kept in tensors, as torch does since 1.12. ``is_named``: by keys. ``index``: its position.
+    ``values``: the numbers and flags of each group, "" for other options; empty for a DCP folder.
+    ``names``: number -> key, where torch recorded it.
+    ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers.
+    ``strangers``: keys of moments in an optimizer that numbers its parameters.
     """
 
     path: PurePosixPath
@@ -73,11 +71,15 @@ class SavedOptimizer:
     groups: tuple[tuple[str, ...], ...] = field(repr=False)
     states: Mapping[str, Mapping[str, Shape | None]] = field(repr=False)
     step: int | None = None
+    values: tuple[Mapping[str, object], ...] = field(default=(), repr=False)
+    names: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unusable: frozenset[tuple[str, str]] = frozenset()
+    strangers: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Return whether its hyperparameters are those of torch's own optimizers."""
-        return self.options <= _OPTIONS
+        return self.options <= COMMON_OPTIONS
 
     @property
     def parameters(self) -> list[str]:
@@ -101,9 +103,11 @@ def diagnose_optimizers(
         return
     weights = _Weights(folder, sharded, damaged, has_deepspeed=has_deepspeed)
     for one in optimizers:
-        yield from contradictions(one)
-        yield from _of_shapes(one, weights, _named(folder, one))
-        yield from _of_weights(one, weights)
+        findings = [*contradictions(one), *_of_shapes(one, weights, _named(folder, one))]
+        yield from findings
+        # Moments that are known to be wrong would be reported again, as those of parameters without weights.
+        if one.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
+            yield from _of_weights(one, weights)
 
 
 def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[SavedOptimizer]:
@@ -125,45 +129,80 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
     if type(root) is not Node or not is_optimizer(root):
         return None
     groups: list[tuple[str, ...]] = []
-    options: set[str] = set()
+    values: list[dict[str, object]] = []
     steps: list[int] = []
+    names: dict[str, str] = {}
     states: dict[str, dict[str, Shape | None]] = {}
+    unusable: set[tuple[str, str]] = set()
+    strangers: list[str] = []
+    is_named = False
     left = len(file.tree.data)  # a few bytes can refer to one long list again and again
     try:
         for group in items_of(child(root, _GROUPS)):
-            members = [_name(one) for one in items_of(child(group, "params"))]
-            keys = [key.value for key, _ in pairs(group) if type(key) is Text]
-            left -= len(members) + len(keys)
-            if None in members or left < 0:
+            members = items_of(child(group, "params"))
+            labels = items_of(child(group, "param_names"))
+            values.append(
+                {
+                    key.value: "" if isinstance(value, Node | tuple) else value
+                    for key, value in pairs(group)
+                    if type(key) is Text
+                }
+            )
+            left -= len(members) + len(labels) + len(values[-1])
+            numbers = list(map(_name, members))
+            if None in numbers or left < 0:
                 return None
-            groups.append(tuple(name for name in members if name is not None))
-            options.update(keys)
+            is_named = is_named or any(type(member) is Text for member in members)
+            groups.append(tuple(name for name in numbers if name is not None))
+            if len(labels) == len(members):
+                pairs_of_names = zip(groups[-1], labels, strict=True)
+                names.update({number: label.value for number, label in pairs_of_names if type(label) is Text})
         known = storages(file.tree)
         for key, state in pairs(child(root, _STATE)):
             name = _name(key)
-            if name is not None and is_dict_like(state):
-                step = child(state, "step")
-                if type(step) is int and 0 <= step <= _LAST_STEP:
-                    steps.append(step)
-                states[name] = {
-                    word.value: _shape(word, value, known)
-                    for word, value in pairs(state)
-                    if type(word) is Text and value is not None
-                }
-                left -= len(states[name])
-                if left < 0:
-                    return None
+            if name is None or not is_dict_like(state):
+                continue
+            entries = {
+                word.value: (value, _shape(word, value, known))
+                for word, value in pairs(state)
+                if type(word) is Text and value is not None
+            }
+            left -= len(entries)
+            if left < 0:
+                return None
+            if type(key) is Text and groups and not is_named:
+                # A load leaves the state of a string aside. Other libraries keep values of their own there.
+                if any(word in MOMENTS and shape is not None for word, (_, shape) in entries.items()):
+                    strangers.append(key.value)
+                continue
+            step = child(state, "step")
+            if type(step) is int and 0 <= step <= _LAST_STEP:
+                steps.append(step)
+            states[name] = {word: shape for word, (_, shape) in entries.items()}
+            unusable.update((name, word) for word, (value, _) in entries.items() if _is_unusable(word, value))
     except FormatError:
         return None  # another finding is about it
     return SavedOptimizer(
         path=component.path,
         index=component.name.index,
-        is_named=any(not name.isdecimal() for group in groups for name in group),
-        options=frozenset(options),
+        is_named=is_named,
+        options=frozenset(option for options in values for option in options),
         groups=tuple(groups),
         states=states,
         step=max(steps, default=None),
+        values=tuple(values),
+        names=names,
+        unusable=frozenset(unusable),
+        strangers=tuple(strangers),
     )
+
+
+def _is_unusable(state: str, value: object) -> bool:
+    """Return whether a moment is not a tensor, or a step neither a tensor nor a number."""
+    is_container = type(value) in (tuple, Text) or (
+        type(value) is Node and value.kind in (Kind.LIST, Kind.DICT, Kind.SET)
+    )
+    return is_container if state == "step" else state in MOMENTS and (is_container or type(value) is not Node)
 
 
 def _name(value: Any) -> str | None:
@@ -253,14 +292,21 @@ class _Weights:
         ):
             self.shapes.setdefault(bare(name), set()).add(shape)
         # A model that is stored in two formats counts once: the message compares numbers of parameters.
-        families: dict[tuple[object, int], Counter[tuple[str, str]]] = {}
+        families: dict[tuple[object, int], dict[tuple[str, str], Counter[Shape]]] = {}
         for one in own:
-            model = one.name.model or one.path
-            families.setdefault((model, one.name.index), Counter())[one.name.stem, one.name.suffix] += len(
-                one.tensors
-            )
-        self.tensors = len(in_folders) + sum(max(sizes.values()) for sizes in families.values())
-        self.every = frozenset(shape for found in self.shapes.values() for shape in found)
+            formats = families.setdefault((one.name.model or one.path, one.name.index), {})
+            shapes = formats.setdefault((one.name.stem, one.name.suffix), Counter())
+            shapes.update(tensor.shape for tensor in one.tensors)
+        self.tensors = len(in_folders) + sum(
+            max(shapes.total() for shapes in formats.values()) for formats in families.values()
+        )
+        self.counts = Counter(shape for _, shape in in_folders)
+        for formats in families.values():
+            largest: Counter[Shape] = Counter()
+            for shapes in formats.values():
+                largest |= shapes
+            self.counts += largest
+        self.every = frozenset(shape for shapes in self.shapes.values() for shape in shapes)
         dcp = {state.path for state in sharded}
         self.is_complete = (
             folder.only is None
@@ -302,9 +348,11 @@ def bare(name: str) -> str:
 
 
 def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
-    """Return the keys of an optimizer's parameters: its own, or those that a guarded save recorded for its numbers."""
+    """Return the keys of an optimizer's parameters: its own, or those that torch or a guarded save recorded."""
     if one.is_named:
         return {name: name for name in one.states}
+    if one.names:
+        return one.names
     if len(one.path.parts) != 1 or folder.only is not None:
         return {}
     try:
@@ -320,14 +368,87 @@ def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
 def contradictions(one: SavedOptimizer) -> Iterator[Finding]:
     """Yield what param groups and states of an optimizer contradict each other in, and parameters without states."""
     counts = Counter(one.parameters)
-    shared = tuple(name for name, count in counts.items() if count > 1)
+    groups_of = Counter(name for group in one.groups for name in dict.fromkeys(group))
+    shared = tuple(name for name, count in groups_of.items() if count > 1)
+    repeated = () if one.is_named else tuple(_repeated(one.groups))
     unlisted = tuple(name for name in one.states if name not in counts) if counts and not one.is_named else ()
-    if shared or unlisted:
-        yield InconsistentGroups(path=one.path, shared=shared, unlisted=unlisted)
-    if any(one.states.values()):
+    if shared or repeated or unlisted or one.strangers:
+        yield InconsistentGroups(
+            path=one.path,
+            shared=shared,
+            unlisted=unlisted,
+            repeated=repeated,
+            strangers=one.strangers,
+        )
+    # LBFGS keeps the states of all parameters as those of the first.
+    if any(one.states.values()) and "history_size" not in one.options:
         without = tuple(name for name in counts if not one.states.get(name))
         if without:
             yield MissingMoments(path=one.path, names=without, parameters=len(counts))
+    yield from _unusable_parts(one)
+
+
+def _repeated(groups: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the numbers that a group lists twice, unless torch numbered a parameter that was passed twice.
+
+    torch warns of such a group and takes it. Its number is that of the last position, ``[1, 1, 2]``.
+    """
+    start = 0
+    for group in groups:
+        last = {name: str(start + position) for position, name in enumerate(group)}
+        yield from (name for name, count in Counter(group).items() if count > 1 and name != last[name])
+        start += len(group)
+
+
+def _unusable_parts(one: SavedOptimizer) -> Iterator[Finding]:
+    """Yield options and states without which torch's load or next step raises an error."""
+    present = {state for states in one.states.values() for state in states}
+    options_of = one.values or (dict.fromkeys(one.options, ""),) * len(one.groups)
+    lacking: dict[str, list[str]] = {}
+    differing: dict[str, tuple[str, Shape, str, Shape]] = {}
+    for number, (group, options) in enumerate(zip(one.groups, options_of, strict=True)):
+        kind = kind_of(options, present)
+        if kind is None:
+            continue
+        absent = tuple(sorted(option for option in kind.required if options.get(option) is None))
+        if absent:
+            yield LackingGroups(path=one.path, group=number, options=absent)
+        # A subclass may do without a state: it is missed only where another parameter has it.
+        moments = [state for state in kind.moments_with(options) if state in present]
+        needed = [*(state for state in kind.scalars if state in present), *moments]
+        for name in group:
+            states = one.states.get(name)
+            if not states:
+                continue
+            gone = [
+                state
+                for state in needed
+                if (name, state) in one.unusable or (state not in states and not kind.is_lenient)
+            ]
+            if gone:
+                lacking[name] = gone
+            shapes = [(state, shape) for state in moments if (shape := states.get(state)) is not None]
+            if any(shape != shapes[0][1] for _, shape in shapes):
+                differing[name] = (*next(pair for pair in shapes if pair[1] != shapes[0][1]), *shapes[0])
+            for state in kind.single:
+                shape = states.get(state)
+                if shape is not None and prod(shape) != 1:
+                    differing[name] = state, shape, "", ()
+    if lacking:
+        every = tuple(dict.fromkeys(state for gone in lacking.values() for state in gone))
+        yield LackingMoments(
+            path=one.path, names=tuple(lacking), parameters=len(set(one.parameters)), states=every
+        )
+    if differing:
+        state, shape, like, expected = next(iter(differing.values()))
+        yield ContradictoryMoments(
+            path=one.path,
+            parameters=tuple(differing),
+            shape=shape,
+            expected=expected,
+            state=state,
+            like=like,
+        )
 
 
 def _of_shapes(one: SavedOptimizer, weights: _Weights, names: Mapping[str, str]) -> Iterator[Finding]:
@@ -358,15 +479,25 @@ def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
         if 2 * len(lost) <= len(every):
             return
         # Most names are unknown: those of adapters, which are saved under others, or of another model. Shapes decide.
-    moments = {
-        shape
+    shapes_of = {
+        name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
         for name, states in one.states.items()
-        for state, shape in states.items()
-        if state in SHAPED and shape is not None and not is_flat_name(name)
+        if not is_flat_name(name)
     }
-    lost_shapes = tuple(sorted(moments - weights.every)) if one.is_plain else ()
+    moments = Counter(shape for shapes in shapes_of.values() for shape in shapes)
+    lost_shapes = tuple(sorted(moments.keys() - weights.every)) if one.is_plain else ()
     count = len(every) if one.is_named else len(set(one.parameters))
-    if lost_shapes or (count > weights.tensors and not one.is_named):
+    surplus: tuple[tuple[Shape, int, int], ...] = ()
+    if one.is_plain and not lost_shapes and count <= weights.tensors:
+        # Parameters that share their memory have one tensor in safetensors. Moments of another run also leave weights
+        # without moments, which have as many dimensions where a layer was resized.
+        dimensions = {len(shape) for shape in weights.counts - moments}
+        surplus = tuple(
+            (shape, moments[shape], weights.counts[shape])
+            for shape in sorted(moments - weights.counts)
+            if len(shape) in dimensions
+        )
+    if lost_shapes or surplus or (count > weights.tensors and not one.is_named):
         # A module that was not prepared comes on top of the parameters of the weights: each weight has its moments.
         # Scalars are left out, as buffers of BatchNorm.
         yield UnsavedParameters(
@@ -376,5 +507,6 @@ def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
             shapes=lost_shapes,
             moments=tuple(sorted(moments)),
             weights=tuple(sorted(weights.every)),
-            is_foreign=not (moments and weights.every - {()} <= moments),
+            is_foreign=not (moments and weights.every - {()} <= moments.keys()),
+            surplus=surplus,
         )

@@ -11,7 +11,8 @@ Shape = tuple[int, ...]
 class InconsistentGroups(Finding):
     """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them have.
 
-    ``unlisted``: parameters with moments that none of them has.
+    ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one of them lists
+    twice. ``strangers``: strings that moments are stored under, where groups have numbers.
     """
 
     code = "inconsistent-groups"
@@ -24,13 +25,22 @@ class InconsistentGroups(Finding):
 
     shared: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         said = []
         if self.shared:
             said.append(f"two param groups have {_parameters(self.shared)}")
+        if self.repeated:
+            said.append(f"a param group lists {_parameters(self.repeated)} twice")
         if self.unlisted:
             said.append(f"it has moments of {_parameters(self.unlisted)}, which no param group has")
+        if self.strangers:
+            keys = "the string" if len(self.strangers) == 1 else "the strings"
+            said.append(
+                f"it has moments under {keys} {list_names(self.strangers)}, and param groups have numbers"
+            )
         return f"{self.path}: {'; '.join(said)}"
 
     @property
@@ -39,6 +49,27 @@ class InconsistentGroups(Finding):
         return (
             "torch saves no such optimizer, and a load gives moments to the wrong parameters: copy the file again from "
             "where it came, or resume from an older checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LackingGroups(InconsistentGroups):
+    """A param group without ``options`` that torch's optimizer always reads: an error. ``group``: its position."""
+
+    severity = Severity.ERROR
+
+    group: int
+    options: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}: param group {self.group} has no {list_names(self.options)}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file: only the options of the run would do."""
+        return (
+            "the load succeeds, and the first optimizer step fails: copy the file again from where it came, or resume "
+            "from an older checkpoint"
         )
 
 
@@ -73,13 +104,41 @@ class MismatchedMoments(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContradictoryMoments(MismatchedMoments):
+    """A ``state`` of another shape than the state ``like`` of its parameter, or than a number: an error."""
+
+    severity = Severity.ERROR
+
+    state: str
+    like: str = ""
+
+    def __str__(self) -> str:
+        more = len(self.parameters) - 1
+        others = f"; {count_of(more, 'parameter')} more" if more else ""
+        expected = f"{list(self.expected)}, as its {self.like!r} has" if self.like else "a single number"
+        return (
+            f"{self.path}: {self.state!r} of {_parameters(self.parameters[:1])} has shape {list(self.shape)} "
+            f"(expected {expected}{others})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file: the states of a parameter are of two parameters or of two runs."""
+        return (
+            "the first optimizer step fails, or writes beyond its memory if it is fused: copy the file again from "
+            "where it came, or resume from an older checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedParameters(Finding):
     """Parameters of an optimizer without weights in the checkpoint.
 
     ``names``: of them. ``shapes``: those of moments that no weights have, where names decide nothing.
     ``parameters`` and ``tensors``: the numbers of parameters in the optimizer, and of tensors in the checkpoint.
     ``moments`` and ``weights``: all shapes of either. ``is_foreign``: some of the weights have no moments of their
-    shape, so that the optimizer is likelier to belong to another model than to one module more.
+    shape, so that the optimizer is likelier to belong to another model than to one module more. ``surplus``: shapes
+    of which more parameters have moments than there are weights, with both numbers.
     """
 
     code = "unsaved-parameters"
@@ -97,9 +156,17 @@ class UnsavedParameters(Finding):
     moments: tuple[Shape, ...] = ()
     weights: tuple[Shape, ...] = ()
     is_foreign: bool = False
+    surplus: tuple[tuple[Shape, int, int], ...] = ()
 
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
+        if self.surplus:
+            shape, moments, weights = self.surplus[0]
+            more = f"; {count_of(len(self.surplus) - 1, 'shape')} more" if len(self.surplus) > 1 else ""
+            return (
+                f"{self.path}: {count_of(moments, 'parameter')} of it have moments of shape {list(shape)} (expected "
+                f"{weights} at most, as weights have that shape{more})"
+            )
         if self.is_foreign:
             expected, present = (
                 f"{tensors}{_of_shapes(self.weights)}",
@@ -122,13 +189,13 @@ class UnsavedParameters(Finding):
         """Advice for both explanations, the likelier one first."""
         other_run = "copy all files of one save again"
         module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
-        if not self.is_foreign:
+        if not self.is_foreign and not self.surplus:
             return (
                 "the optimizer may have a module that was not prepared; a load leaves its weights random and its "
                 f"moments old: {module}. If the file belongs to another run instead, {other_run}"
             )
         fails = "load_state then fails with a ValueError"
-        if self.parameters == self.tensors:
+        if self.surplus or self.parameters == self.tensors:
             fails = "the first optimizer step after the load then fails"
         return (
             f"it may belong to another run, and {fails}: {other_run}. If the optimizer has a module that was not "
@@ -166,6 +233,28 @@ class MissingMoments(Finding):
     def advice(self) -> str:
         """Advice about both reasons: the file does not tell them apart."""
         return "frozen and unused parameters have none; where these were trained, resume from an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LackingMoments(MissingMoments):
+    """Parameters with some of the ``states`` that torch's optimizer needs, which others of it have: an error."""
+
+    severity = Severity.ERROR
+
+    states: tuple[str, ...]
+
+    def __str__(self) -> str:
+        many = f"{len(self.names)} of {count_of(self.parameters, 'parameter')}"
+        have = "has" if len(self.names) == 1 else "have"
+        return f"{self.path}: {many} {have} no usable {list_names(self.states)}: {_listed(self.names)}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file: a step cannot begin one of several states anew."""
+        return (
+            "the load or the first optimizer step fails: copy the file again from where it came, or resume from an "
+            "older checkpoint"
+        )
 
 
 def _parameters(names: tuple[str, ...]) -> str:

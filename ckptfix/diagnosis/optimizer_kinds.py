@@ -1,0 +1,129 @@
+"""Optimizers of torch as their param groups show them, and the options and states that each cannot do without.
+
+Measured with torch 2.13: ``load_state_dict`` takes nearly everything, and the next ``step`` raises KeyError for a
+missing option or state, AttributeError for a state that is not a tensor. Options that ``__setstate__`` sets when they
+are missing are not required. Only options of torch's own optimizers are known here: a param group with any other
+belongs to a class that may read other options and keep other states.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+COMMON_OPTIONS = frozenset((
+    "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach",
+    "capturable", "differentiable", "fused", "decoupled_weight_decay", "momentum", "dampening", "nesterov",
+    "base_momentum", "max_momentum", "alpha", "centered", "lr_decay", "initial_accumulator_value", "rho",
+    "momentum_decay", "lambd", "t0", "etas", "step_sizes", "params", "param_names",
+))  # fmt: skip
+"""Hyperparameters of torch's optimizers whose moments have the shape of their parameter, and of its schedulers.
+
+A param group with others belongs to an optimizer that may keep other shapes: Adafactor, GaLore, Shampoo, 8 bit.
+"""
+
+
+class OptimizerKind(NamedTuple):
+    """An optimizer of torch's.
+
+    ``signs``: options and states that only it has. ``required``: the options without which a step raises KeyError.
+    ``moments``: its states in the shape of the parameter. ``optional``: a moment -> the option that adds it.
+    ``scalars``: its other states. ``single``: those of them that a step reads as one number. ``is_lenient``: a step
+    begins a missing state anew.
+    """
+
+    signs: frozenset[str]
+    required: frozenset[str]
+    moments: tuple[str, ...] = ()
+    optional: Mapping[str, str] = {}
+    scalars: tuple[str, ...] = ("step",)
+    single: tuple[str, ...] = ("step",)
+    is_lenient: bool = False
+
+    def moments_with(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the moments of a parameter in a group with these options."""
+        return (*self.moments, *(state for state, name in self.optional.items() if is_on(options.get(name))))
+
+
+def is_on(value: object) -> bool:
+    """Return whether an option has a value that adds a state: True, or a momentum above 0."""
+    return isinstance(value, bool | int | float) and value > 0
+
+
+_ADAM = frozenset(("lr", "betas", "eps", "weight_decay"))
+_ADAM_STATES = ("exp_avg", "exp_avg_sq")
+
+_RADAM = OptimizerKind(frozenset(("decoupled_weight_decay",)), _ADAM, _ADAM_STATES)
+"""RAdam, whose only sign is an option that Adam and NAdam have, too."""
+
+_KINDS = (
+    OptimizerKind(frozenset(("amsgrad",)), _ADAM, _ADAM_STATES, {"max_exp_avg_sq": "amsgrad"}),
+    OptimizerKind(
+        frozenset(("momentum_decay", "mu_product")),
+        _ADAM | {"momentum_decay"},
+        _ADAM_STATES,
+        scalars=("step", "mu_product"),
+        single=("step", "mu_product"),
+    ),
+    OptimizerKind(frozenset(("exp_inf",)), _ADAM, ("exp_avg", "exp_inf")),
+    OptimizerKind(
+        frozenset(("dampening", "nesterov")),
+        frozenset(("lr", "momentum", "dampening", "weight_decay")),
+        optional={"momentum_buffer": "momentum"},
+        scalars=(),
+        single=(),
+        is_lenient=True,
+    ),
+    OptimizerKind(
+        frozenset(("centered",)),
+        frozenset(("lr", "alpha", "eps", "weight_decay")),
+        ("square_avg",),
+        {"momentum_buffer": "momentum", "grad_avg": "centered"},
+        single=(),
+    ),
+    OptimizerKind(
+        frozenset(("initial_accumulator_value", "lr_decay")),
+        frozenset(("lr", "lr_decay", "eps", "weight_decay")),
+        ("sum",),
+    ),
+    OptimizerKind(
+        frozenset(("rho", "acc_delta")),
+        frozenset(("lr", "rho", "eps", "weight_decay")),
+        ("square_avg", "acc_delta"),
+        single=(),
+    ),
+    OptimizerKind(
+        frozenset(("lambd", "t0")),
+        frozenset(("lr", "lambd", "alpha", "t0", "weight_decay")),
+        ("ax",),
+        scalars=("step", "eta", "mu"),
+        single=("step", "eta", "mu"),
+    ),
+    OptimizerKind(
+        frozenset(("etas", "step_sizes")),
+        frozenset(("etas", "step_sizes")),
+        ("prev", "step_size"),
+        single=(),
+    ),
+    OptimizerKind(
+        frozenset(("beta2_decay", "row_var", "col_var")),
+        frozenset(("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")),
+    ),
+)
+
+MOMENTS = frozenset(state for kind in (*_KINDS, _RADAM) for state in (*kind.moments, *kind.optional))
+"""States that torch's optimizers keep in the shape of the parameter."""
+
+
+def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind | None:
+    """Return the optimizer with these options and states of parameters, None for any that is not known for sure.
+
+    ``foreach`` marks torch's own: clones of older versions have the other options, too.
+    """
+    if "foreach" not in options:
+        return None
+    evidence = {*options, *states}
+    kinds = [kind for kind in _KINDS if kind.signs & evidence]
+    if not kinds and _RADAM.signs & evidence:
+        kinds = [_RADAM]
+    if len(kinds) != 1 or not COMMON_OPTIONS | kinds[0].required | kinds[0].signs >= set(options):
+        return None
+    return kinds[0]
