@@ -29,6 +29,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     LackingMoments,
     MismatchedMoments,
     MissingMoments,
+    RoundedMoments,
     UnsavedParameters,
 )
 from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, kind_of
@@ -38,7 +39,7 @@ from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import is_optimizer
-from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
+from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, read_tensor, storages
 from ckptfix.tensors.parameter_names import SHAPED
 
 Shape = tuple[int, ...]
@@ -47,6 +48,8 @@ _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_INTEGERS = ("I", "U", "BOOL")
+"""Beginnings of the dtypes that torch's optimizers never have moments of."""
 _LAST_STEP = 1 << 53
 """A larger number in a pickle is not a step, and Python refuses to print one of more than 4300 digits."""
 
@@ -61,6 +64,7 @@ class SavedOptimizer:
     ``values``: the numbers and flags of each group, "" for other options; empty for a DCP folder.
     ``names``: number -> key, where torch recorded it.
     ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers.
+    ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
     ``strangers``: keys of moments in an optimizer that numbers its parameters.
     """
 
@@ -74,6 +78,7 @@ class SavedOptimizer:
     values: tuple[Mapping[str, object], ...] = field(default=(), repr=False)
     names: Mapping[str, str] = field(default_factory=dict, repr=False)
     unusable: frozenset[tuple[str, str]] = frozenset()
+    integers: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     strangers: tuple[str, ...] = ()
 
     @property
@@ -134,6 +139,7 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
     names: dict[str, str] = {}
     states: dict[str, dict[str, Shape | None]] = {}
     unusable: set[tuple[str, str]] = set()
+    integers: dict[str, tuple[str, str]] = {}
     strangers: list[str] = []
     is_named = False
     left = len(file.tree.data)  # a few bytes can refer to one long list again and again
@@ -163,7 +169,7 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
             if name is None or not is_dict_like(state):
                 continue
             entries = {
-                word.value: (value, _shape(word, value, known))
+                word.value: (value, _tensor(word, value, known))
                 for word, value in pairs(state)
                 if type(word) is Text and value is not None
             }
@@ -172,14 +178,19 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
                 return None
             if type(key) is Text and groups and not is_named:
                 # A load leaves the state of a string aside. Other libraries keep values of their own there.
-                if any(word in MOMENTS and shape is not None for word, (_, shape) in entries.items()):
+                if any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()):
                     strangers.append(key.value)
                 continue
             step = child(state, "step")
             if type(step) is int and 0 <= step <= _LAST_STEP:
                 steps.append(step)
-            states[name] = {word: shape for word, (_, shape) in entries.items()}
+            states[name] = {
+                word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
+            }
             unusable.update((name, word) for word, (value, _) in entries.items() if _is_unusable(word, value))
+            for word, (_, tensor) in entries.items():
+                if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):
+                    integers[name] = word, tensor.dtype
     except FormatError:
         return None  # another finding is about it
     return SavedOptimizer(
@@ -193,6 +204,7 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
         values=tuple(values),
         names=names,
         unusable=frozenset(unusable),
+        integers=integers,
         strangers=tuple(strangers),
     )
 
@@ -211,9 +223,8 @@ def _name(value: Any) -> str | None:
     return str(value) if type(value) is int and 0 <= value < 1 << 31 else None
 
 
-def _shape(key: Text, value: Any, known: Mapping[str, Any]) -> Shape | None:
-    found = read_tensor(key, value, known) if type(value) is Node and is_tensor(value) else None
-    return None if found is None else found.shape
+def _tensor(key: Text, value: Any, known: Mapping[str, Any]) -> PickledTensor | None:
+    return read_tensor(key, value, known) if type(value) is Node and is_tensor(value) else None
 
 
 def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
@@ -406,6 +417,7 @@ def _unusable_parts(one: SavedOptimizer) -> Iterator[Finding]:
     options_of = one.values or (dict.fromkeys(one.options, ""),) * len(one.groups)
     lacking: dict[str, list[str]] = {}
     differing: dict[str, tuple[str, Shape, str, Shape]] = {}
+    rounded: dict[str, tuple[str, str]] = {}
     for number, (group, options) in enumerate(zip(one.groups, options_of, strict=True)):
         kind = kind_of(options, present)
         if kind is None:
@@ -430,6 +442,9 @@ def _unusable_parts(one: SavedOptimizer) -> Iterator[Finding]:
             shapes = [(state, shape) for state in moments if (shape := states.get(state)) is not None]
             if any(shape != shapes[0][1] for _, shape in shapes):
                 differing[name] = (*next(pair for pair in shapes if pair[1] != shapes[0][1]), *shapes[0])
+            # Quantized moments of a subclass have scales next to them.
+            if name in one.integers and states.keys() <= {*kind.scalars, *kind.moments, *kind.optional}:
+                rounded[name] = one.integers[name]
             for state in kind.single:
                 shape = states.get(state)
                 if shape is not None and prod(shape) != 1:
@@ -449,6 +464,9 @@ def _unusable_parts(one: SavedOptimizer) -> Iterator[Finding]:
             state=state,
             like=like,
         )
+    if rounded:
+        state, dtype = next(iter(rounded.values()))
+        yield RoundedMoments(path=one.path, parameters=tuple(rounded), state=state, dtype=dtype)
 
 
 def _of_shapes(one: SavedOptimizer, weights: _Weights, names: Mapping[str, str]) -> Iterator[Finding]:

@@ -394,6 +394,24 @@ def test_adafactor_of_transformers_is_healthy(tmp_path: Path) -> None:
     assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
 
 
+def test_moments_of_whole_numbers_are_a_warning(checkpoint: Path) -> None:
+    """torch casts them in the load, and the step succeeds with moments that lost their fractions."""
+
+    def round_down(state: dict[str, Any]) -> None:
+        state["state"][3]["exp_avg_sq"] = state["state"][3]["exp_avg_sq"].long()
+
+    rewrite(checkpoint / "optimizer.bin", round_down)
+    assert not fails(MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin", weights_only=True))
+    assert found(checkpoint) == [
+        "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 3 has dtype I64 (expected floating point numbers)"
+    ]
+    (finding,) = check(checkpoint).findings
+    assert finding.severity is Severity.WARNING
+    # A subclass that quantizes its moments keeps a scale with them.
+    rewrite(checkpoint / "optimizer.bin", lambda state: state["state"][3].update(scale=torch.ones(1)))
+    assert found(checkpoint) == []
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_dcp_folder_without_a_state_of_one_parameter(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

@@ -131,6 +131,32 @@ class ContradictoryMoments(MismatchedMoments):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedMoments(MismatchedMoments):
+    """Moments of whole numbers. ``state``, ``dtype``: those of the first parameter. There is no ``shape`` to expect."""
+
+    shape: Shape = ()
+    expected: Shape = ()
+    state: str
+    dtype: str
+
+    def __str__(self) -> str:
+        more = len(self.parameters) - 1
+        others = f"; {count_of(more, 'parameter')} more" if more else ""
+        return (
+            f"{self.path}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype {self.dtype} (expected "
+            f"floating point numbers{others})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file: the fractions are lost."""
+        return (
+            "the load turns these moments into floating point numbers, whose fractions are lost: copy the file again "
+            "from where it came, or resume from an older checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedParameters(Finding):
     """Parameters of an optimizer without weights in the checkpoint.
 
