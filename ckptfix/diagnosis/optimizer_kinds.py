@@ -112,6 +112,9 @@ _KINDS = (
 MOMENTS = frozenset(state for kind in (*_KINDS, _RADAM) for state in (*kind.moments, *kind.optional))
 """States that torch's optimizers keep in the shape of the parameter."""
 
+STATES = MOMENTS.union(*(kind.scalars for kind in _KINDS), *(kind.signs for kind in _KINDS))
+"""States that torch's optimizers keep, and the options that tell them apart."""
+
 
 def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind | None:
     """Return the optimizer with these options and states of parameters, None for any that is not known for sure.

@@ -32,7 +32,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     RoundedMoments,
     UnsavedParameters,
 )
-from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, kind_of
+from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, STATES, kind_of
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import flattened_parts, model_names
 from ckptfix.formats.dcp_rewrite import paths_of
@@ -411,53 +411,66 @@ def _repeated(groups: Iterable[Sequence[str]]) -> Iterator[str]:
         start += len(group)
 
 
-def _unusable_parts(one: SavedOptimizer) -> Iterator[Finding]:
-    """Yield options and states without which torch's load or next step raises an error."""
-    present = {state for states in one.states.values() for state in states}
-    options_of = one.values or (dict.fromkeys(one.options, ""),) * len(one.groups)
+def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
+    """Yield options and states without which torch's load or next step raises an error, and rounded moments."""
+    present = STATES.intersection(state for states in saved.states.values() for state in states)
+    groups: Iterable[tuple[Iterable[str], Mapping[str, object]]] = zip(
+        saved.groups, saved.values, strict=False
+    )
+    if not saved.values:
+        # Metadata of DCP has the names of options alone.
+        groups = [(saved.parameters, dict.fromkeys(saved.options, ""))]
+    optionless: dict[tuple[str, ...], list[int]] = {}
     lacking: dict[str, list[str]] = {}
     differing: dict[str, tuple[str, Shape, str, Shape]] = {}
     rounded: dict[str, tuple[str, str]] = {}
-    for number, (group, options) in enumerate(zip(one.groups, options_of, strict=True)):
+    for number, (group, options) in enumerate(groups):
         kind = kind_of(options, present)
         if kind is None:
             continue
         absent = tuple(sorted(option for option in kind.required if options.get(option) is None))
         if absent:
-            yield LackingGroups(path=one.path, group=number, options=absent)
+            optionless.setdefault(absent, []).append(number)
         # A subclass may do without a state: it is missed only where another parameter has it.
         moments = [state for state in kind.moments_with(options) if state in present]
         needed = [*(state for state in kind.scalars if state in present), *moments]
         for name in group:
-            states = one.states.get(name)
+            states = saved.states.get(name)
             if not states:
                 continue
             gone = [
                 state
                 for state in needed
-                if (name, state) in one.unusable or (state not in states and not kind.is_lenient)
+                if (name, state) in saved.unusable or (state not in states and not kind.is_lenient)
             ]
             if gone:
                 lacking[name] = gone
-            shapes = [(state, shape) for state in moments if (shape := states.get(state)) is not None]
-            if any(shape != shapes[0][1] for _, shape in shapes):
-                differing[name] = (*next(pair for pair in shapes if pair[1] != shapes[0][1]), *shapes[0])
+            shapes = {state: shape for state in moments if (shape := states.get(state)) is not None}
+            like, expected = next(iter(shapes.items()), ("", ()))
+            differing.update(
+                (name, (state, shape, like, expected)) for state, shape in shapes.items() if shape != expected
+            )
+            differing.update(
+                (name, (state, shape, "", ()))
+                for state in kind.single
+                if (shape := states.get(state)) is not None and prod(shape) != 1
+            )
             # Quantized moments of a subclass have scales next to them.
-            if name in one.integers and states.keys() <= {*kind.scalars, *kind.moments, *kind.optional}:
-                rounded[name] = one.integers[name]
-            for state in kind.single:
-                shape = states.get(state)
-                if shape is not None and prod(shape) != 1:
-                    differing[name] = state, shape, "", ()
+            if name in saved.integers and states.keys() <= {*kind.scalars, *kind.moments, *kind.optional}:
+                rounded[name] = saved.integers[name]
+    for absent, numbers in optionless.items():
+        yield LackingGroups(path=saved.path, groups=tuple(numbers), options=absent)
     if lacking:
-        every = tuple(dict.fromkeys(state for gone in lacking.values() for state in gone))
         yield LackingMoments(
-            path=one.path, names=tuple(lacking), parameters=len(set(one.parameters)), states=every
+            path=saved.path,
+            names=tuple(lacking),
+            parameters=len(set(saved.parameters)),
+            states=tuple(dict.fromkeys(state for gone in lacking.values() for state in gone)),
         )
     if differing:
         state, shape, like, expected = next(iter(differing.values()))
         yield ContradictoryMoments(
-            path=one.path,
+            path=saved.path,
             parameters=tuple(differing),
             shape=shape,
             expected=expected,
@@ -466,7 +479,7 @@ def _unusable_parts(one: SavedOptimizer) -> Iterator[Finding]:
         )
     if rounded:
         state, dtype = next(iter(rounded.values()))
-        yield RoundedMoments(path=one.path, parameters=tuple(rounded), state=state, dtype=dtype)
+        yield RoundedMoments(path=saved.path, parameters=tuple(rounded), state=state, dtype=dtype)
 
 
 def _of_shapes(one: SavedOptimizer, weights: _Weights, names: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -324,6 +325,43 @@ def amsgrad_switched_off(model: Any) -> Any:
     return optimizer
 
 
+class SharpnessAware(torch.optim.Optimizer):  # type: ignore[misc]
+    """A wrapper with the groups of what it wraps, and one state of its own."""
+
+    def __init__(self, wrapped: Any) -> None:
+        super().__init__(wrapped.param_groups, {"rho": 0.05, **wrapped.defaults})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["old_p"] = parameter.detach().clone()
+
+
+class ScheduleFree(torch.optim.Optimizer):  # type: ignore[misc]
+    """An optimizer with the options and states of AdamWScheduleFree."""
+
+    def __init__(self, parameters: Any) -> None:
+        own = {
+            "r": 0.0,
+            "k": 0,
+            "warmup_steps": 0,
+            "train_mode": True,
+            "weight_sum": 0.0,
+            "weight_lr_power": 2.0,
+        }
+        super().__init__(
+            parameters,
+            {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "foreach": True, **own},
+        )
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].update(z=parameter.detach(), exp_avg_sq=torch.ones_like(parameter))
+
+
 class Lion(torch.optim.AdamW):  # type: ignore[misc]
     """An optimizer with all options of AdamW and one of its states."""
 
@@ -344,6 +382,9 @@ HEALTHY: dict[str, Make] = {
     "labelled groups": labelled_groups,
     "amsgrad switched off": amsgrad_switched_off,
     "a subclass with fewer states": lambda model: Lion(model.parameters()),
+    "sharpness-aware sgd": lambda model: SharpnessAware(torch.optim.SGD(model.parameters(), momentum=0.9)),
+    "sharpness-aware adam": lambda model: SharpnessAware(torch.optim.Adam(model.parameters())),
+    "schedule-free": lambda model: ScheduleFree(model.parameters()),
     "average": lambda model: torch.optim.ASGD(model.parameters()),
 }
 if hasattr(torch.optim, "Muon"):
@@ -384,6 +425,22 @@ def test_lbfgs_sparse_adam_and_complex_parameters_are_healthy(tmp_path: Path) ->
     optimizer = torch.optim.AdamW(complex_one.parameters())
     step(complex_one, optimizer)
     assert found(save(tmp_path / "complex", [complex_one], [optimizer])) == []
+
+
+def test_two_optimizers_of_one_model_in_one_state_are_healthy(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = net()
+    optimizers = (
+        torch.optim.AdamW(model[0].parameters()),
+        torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adamax(model[2].parameters()),
+    )
+    for optimizer in optimizers:
+        step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizers[0]])
+    torch.save(get_optimizer_state_dict(model, optimizers), root / "optimizer.bin")
+    assert check(root).status == 0, found(root)
 
 
 def test_adafactor_of_transformers_is_healthy(tmp_path: Path) -> None:
@@ -436,3 +493,15 @@ def test_a_dcp_folder_without_a_state_of_one_parameter(tmp_path: Path) -> None:
         dcp.load(
             {"optimizer": expected}, storage_reader=dcp.FileSystemReader(root / "optimizer_0"), no_dist=True
         )
+
+
+def test_many_groups_and_many_states_end_the_look_soon(tmp_path: Path) -> None:
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "foreach": None}
+    states: dict[int, Any] = {0: {f"state{number}": 1 for number in range(30_000)}}
+    content = {"state": states, "param_groups": [{**group, "params": [number]} for number in range(30_000)]}
+    torch.save(content, tmp_path / "optimizer.bin")
+    begin = time.process_time()
+    assert found(tmp_path)[0] == (
+        "inconsistent-groups: optimizer.bin: param groups 0, 1, 2 and 29997 more have no 'eps', 'weight_decay'"
+    )
+    assert time.process_time() - begin < 10

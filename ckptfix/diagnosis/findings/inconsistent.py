@@ -54,15 +54,17 @@ class InconsistentGroups(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LackingGroups(InconsistentGroups):
-    """A param group without ``options`` that torch's optimizer always reads: an error. ``group``: its position."""
+    """Param groups without ``options`` that torch's optimizer always reads: an error. ``groups``: their positions."""
 
     severity = Severity.ERROR
 
-    group: int
+    groups: tuple[int, ...]
     options: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.path}: param group {self.group} has no {list_names(self.options)}"
+        groups = "param group" if len(self.groups) == 1 else "param groups"
+        have = "has" if len(self.groups) == 1 else "have"
+        return f"{self.path}: {groups} {_listed(tuple(map(str, self.groups)))} {have} no {list_names(self.options)}"
 
     @property
     def advice(self) -> str:
