@@ -42,25 +42,31 @@ class TrainedParameter(NamedTuple):
     """Facts in an optimizer's state about one parameter.
 
     ``shape``: of its largest moment, None without one. ``rate``: the learning rate that was saved, which is that of the
-    next step. ``is_scheduled``: a scheduler sets it. ``is_warming``: it has kept it below its first value. ``step``:
-    None where the optimizer counts none. ``moments``: the byte ranges of what gradients leave behind.
+    next step. ``is_scheduled``: a scheduler sets it. ``step``: None where the optimizer counts none. ``moments``: the
+    byte ranges of what gradients leave behind.
     """
 
     name: str
     shape: Shape | None
     rate: float
     is_scheduled: bool
-    is_warming: bool
     step: float | None
     moments: tuple[tuple[int, int], ...]
 
-    def was_updated(self, epochs: float) -> bool:
-        """Return whether a step at a learning rate above 0 was made, if its gradient was not 0.
+    def was_updated(self, *, are_rates_shown: bool) -> bool:
+        """Return whether a step surely changed an fp32 weight, if its gradient was not 0.
 
-        A warm-up begins at 0: with it the first step changes nothing. ``epochs``: the steps by the schedulers.
+        ``are_rates_shown``: no scheduler can have held the learning rate at 0 in every step that was made.
         """
-        steps = self.step if self.step is not None else epochs if self.is_warming else 2
-        return self.rate > 0 and steps >= (2 if self.is_scheduled else 1)
+        return (
+            self.rate >= _LEAST_RATE
+            and (self.step is None or self.step > 0)
+            and (are_rates_shown or not self.is_scheduled)
+        )
+
+
+_LEAST_RATE = 1e-7
+"""Adam moves a weight by about the learning rate. fp32 numbers next to 1 are 1.2e-7 apart: less rounds to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,7 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
     groups = {id(one): one for one in items_of(child(root, "param_groups")) if is_dict_like(one)}
     for group in groups.values():
         rate = number("lr", child(group, "lr")) or 0.0
-        first = number("initial_lr", child(group, "initial_lr"))
+        is_scheduled = number("initial_lr", child(group, "initial_lr")) is not None
         names = [name.value for name in items_of(child(group, "param_names")) if type(name) is Text]
         members = items_of(child(group, "params"))
         left -= len(members) + len(names)
@@ -135,8 +141,7 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
                     name=name,
                     shape=max((one.shape for one in moments), key=lambda one: (len(one), one), default=None),
                     rate=rate,
-                    is_scheduled=first is not None,
-                    is_warming=first is not None and rate < first,
+                    is_scheduled=is_scheduled,
                     step=number("step", child(state, "step")),
                     moments=tuple(place for one in moments if (place := _place(file, one)) is not None),
                 )
@@ -149,6 +154,54 @@ _MOST = 1e18
 
 _NOT_OF_GRADIENTS = ("step", "step_size", "eta", "mu", "ax")
 """States that are not 0 without a gradient either (Rprop, ASGD)."""
+
+
+def may_have_waited(state: Any, processes: int) -> bool:
+    """Return whether a schedule with a learning rate above 0 can have held it at 0 in every step that was made.
+
+    ``state``: of a scheduler. Of torch's own (2.13, ``torch/optim/lr_scheduler.py``) two can: LambdaLR, as nothing of
+    its function is saved, and ConstantLR with a factor of 0 in a SequentialLR. The functions of transformers, which
+    leave {}, are 0 for their first value alone. Accelerate moves a scheduler once for each process.
+    """
+    epochs = child(state, "last_epoch")
+    if type(epochs) is int and epochs == 0:
+        # It has not moved: every step was made at the rate that was saved.
+        return False
+    # A hostile list can refer to one dict a million times.
+    nested = {id(part): part for part in items_of(child(state, "_schedulers"))}
+    if len(nested) > _MOST_NESTED:
+        return True
+    for part in nested.values() or (state,):
+        if not is_dict_like(part) or not {_plain(key) for key, _ in pairs(part)} <= _KEYS_OF_SCHEDULES:
+            return True
+        rates = items_of(child(part, "base_lrs"))
+        if not rates or not all(type(rate) in (int, float) and rate > 0 for rate in rates):
+            return True
+        if child(part, "factor") == 0:
+            return True
+        functions = items_of(child(part, "lr_lambdas"))
+        if not all(is_dict_like(function) and not any(pairs(function)) for function in functions):
+            return True
+        moves = child(part, "last_epoch")
+        if functions and not (type(moves) is int and moves >= 2 * processes):
+            return True
+    return False
+
+
+_MOST_NESTED = 16
+
+_KEYS_OF_SCHEDULES = frozenset(
+    {
+        *("base_lrs", "last_epoch", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial"),
+        "verbose",
+        "lr_lambdas",
+        *("gamma", "step_size", "milestones"),
+        *("factor", "total_iters", "start_factor", "end_factor", "power"),
+        *("T_max", "eta_min", "T_0", "T_cur", "T_i", "T_mult"),
+        *("_anneal_func_type", "_schedule_phases", "total_steps", "cycle_momentum", "use_beta1"),
+    }
+)
+"""Keys in the states of torch's schedules that are above 0 from the first step, and of LambdaLR; others are unknown."""
 
 
 def _plain(key: Any) -> Any:
@@ -245,7 +298,9 @@ class Evidence:
         for one in optimizers:
             if one.problem is not None and not is_unreadable(one):
                 yield f"the steps of {one.path} cannot be read"
-        untrained = "no optimizer shows that the model was trained; until then an average equals it"
+        untrained = (
+            "no optimizer shows that a step changed the model; until then a copy or an average equals it"
+        )
         is_trained = any(map(is_unreadable, optimizers)) or self._is_trained(original, remaining)
         if is_trained is None:
             yield untrained
@@ -319,9 +374,16 @@ class Evidence:
 
     def _moves(self, facts: OptimizerFacts, model: Component, remaining: Sequence[Component]) -> bool:
         """Return whether an optimizer made a step with a gradient that changed parameters of this model."""
-        epochs = self._epochs / (self.folder.processes or 1)
         parameters = facts.parameters if self._fits(facts, (model,)) else self._own(facts, model, remaining)
-        return self._is_moving(facts.path, [one for one in parameters if one.was_updated(epochs)])
+        narrow = {one.shape for one in self._parameters(model).values() if one.dtype.startswith(_NARROW)}
+        return self._is_moving(
+            facts.path,
+            [
+                one
+                for one in parameters
+                if one.shape not in narrow and one.was_updated(are_rates_shown=self._are_rates_shown)
+            ],
+        )
 
     def _is_moving(self, path: PurePosixPath, parameters: Sequence[TrainedParameter]) -> bool:
         """Return whether a sample of the moments of parameters has a number other than 0."""
@@ -338,17 +400,18 @@ class Evidence:
             return False
 
     @cached_property
-    def _epochs(self) -> float:
-        """The steps of the schedulers: of several the fewest, 0 without any."""
-        counts: list[float] = []
-        for entries in self.folder.entries(Role.SCHEDULER):
-            for one in entries:
-                if isinstance(one.content, TorchFile):
-                    with suppress(FormatError):  # its own finding reports its damage
-                        count = child(one.content.tree.root, "last_epoch")
-                        if type(count) is int:
-                            counts.append(min(count, _MOST))
-        return min(counts, default=0)
+    def _are_rates_shown(self) -> bool:
+        """Whether schedulers are saved, and none of them can have held the learning rate at 0 until now."""
+        schedulers = [one for entries in self.folder.entries(Role.SCHEDULER) for one in entries]
+        try:
+            return bool(schedulers) and not any(
+                may_have_waited(one.content.tree.root, self.folder.processes or 1)
+                if isinstance(one.content, TorchFile)
+                else not is_unreadable(one)
+                for one in schedulers
+            )
+        except FormatError:
+            return False  # its own finding reports the damage
 
     def _history(self, original: Component, entry: Component) -> History:
         """Compare two equal entries in other checkpoints of the run, by samples.
@@ -468,6 +531,9 @@ class Evidence:
         models = self.manifest.models if self.manifest is not None else ()
         return next((recorded for recorded in models if recorded.file == str(entry.path)), None)
 
+
+_NARROW = ("BF16", "F16", "F8_", "F6_", "F4")
+"""Dtypes in which the steps of a usual learning rate can be lost: bf16 numbers next to 1 are 0.8 % apart."""
 
 _MOST_SAMPLED = 32
 """Parameters of an optimizer whose moments are looked at. The first one decides but for rows of unused tokens."""

@@ -1,11 +1,13 @@
 """Evidence that a model was prepared twice: of training in an optimizer's pickle, and of other checkpoints."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from ckptfix import Policy, check, repair
 from ckptfix.checkpoint import pairing
@@ -97,15 +99,13 @@ def adamw(*models: torch.nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.AdamW([one for model in models for one in model.parameters()], lr=lr)
 
 
-def step(optimizer: torch.optim.Optimizer, scheduler: Any = None, *, scale: float = 1.0) -> None:
+def step(optimizer: torch.optim.Optimizer, *, scale: float = 1.0) -> None:
     """Make a step with gradients; the same ones for parameters of the same shape."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             torch.manual_seed(parameter.numel())
             parameter.grad = scale * torch.randn_like(parameter)
     optimizer.step()
-    if scheduler is not None:
-        scheduler.step()
 
 
 def save(
@@ -142,20 +142,71 @@ def without_optimizer(folder: Path) -> Path:
     return folder
 
 
-def in_warm_up(folder: Path, *, epochs: int, first: float, kind: str = "AdamW") -> Path:
+def scheduled(
+    folder: Path,
+    schedule: Callable[[torch.optim.Optimizer], Any],
+    *,
+    steps: int = 3,
+    every: int = 1,
+    kind: str = "AdamW",
+    is_saved: bool = True,
+) -> Path:
+    """Save a model that was prepared twice, and a scheduler that moves after ``every`` so many steps."""
     net = Net()
     options = {"momentum": 0.9} if kind == "SGD" else {}
     optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: first * epoch / 10)
-    for _ in range(epochs):
-        step(optimizer, scheduler)
-    return save(folder, [net, wrap(net)], [optimizer], [scheduler])
+    scheduler = schedule(optimizer)
+    for number in range(1, steps + 1):
+        step(optimizer)
+        if number % every == 0:
+            # As accelerate moves it: once for each process.
+            scheduler.step()
+            scheduler.step()
+    return save(folder, [net, wrap(net)], [optimizer], [scheduler] if is_saved else [])
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, 10, 100)
+
+
+def of_function(function: Callable[[int], float]) -> Callable[[torch.optim.Optimizer], Any]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, function)
+
+
+def of_sequence(first: Any, **options: Any) -> Callable[[torch.optim.Optimizer], Any]:
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [first(optimizer, **options), lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)],
+        milestones=[6],
+    )
+
+
+class Delayed(lr_scheduler.LRScheduler):  # type: ignore[misc]  # torch is not followed, so LRScheduler is Any
+    """A scheduler of the script's own, which holds the learning rate at 0 at first."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.delay = 6
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [rate * (self.last_epoch >= self.delay) for rate in self.base_lrs]
 
 
 def of_gradients(folder: Path, scale: float) -> Path:
     net = Net()
     optimizer = adamw(net)
     step(optimizer, scale=scale)
+    return save(folder, [net, wrap(net)], [optimizer])
+
+
+def of_dtype(folder: Path, first: torch.dtype, second: torch.dtype, *, lr: float = 0.1) -> Path:
+    net = Net()
+    net.first.to(first)
+    net.second.to(second)
+    optimizer = adamw(net, lr=lr)
+    step(optimizer)
     return save(folder, [net, wrap(net)], [optimizer])
 
 
@@ -218,11 +269,11 @@ def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
     ("make", "doubt"),
     [
         (without_random_states, "no file shows how many processes saved them"),
-        (without_optimizer, "no optimizer shows that the model was trained"),
-        (lambda folder: in_warm_up(folder, epochs=3, first=0.0), "no optimizer shows"),
-        (lambda folder: in_warm_up(folder, epochs=1, first=1.0), "no optimizer shows"),
-        (lambda folder: in_warm_up(folder, epochs=2, first=1.0, kind="SGD"), "no optimizer shows"),
+        (without_optimizer, "no optimizer shows that a step changed the model"),
         (lambda folder: of_gradients(folder, 0.0), "no optimizer shows"),
+        (lambda folder: of_dtype(folder, torch.bfloat16, torch.bfloat16), "no optimizer shows"),
+        (lambda folder: of_dtype(folder, torch.float16, torch.float16), "no optimizer shows"),
+        (lambda folder: of_dtype(folder, torch.float32, torch.float32, lr=1e-8), "no optimizer shows"),
         (of_plain_sgd, "no optimizer shows"),
         (lambda folder: of_a_generator_that_waits(folder, is_first=True), "no optimizer shows"),
         (lambda folder: of_a_generator_that_waits(folder, is_first=False), "no optimizer shows"),
@@ -250,13 +301,64 @@ def test_without_positive_evidence_equal_models_are_asked_about(
     assert (receipt.status, receipt.steps) == (1, ())
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (of_function(lambda epoch: 0.0), {}),
+        (of_function(lambda epoch: float(epoch >= 6)), {}),
+        (of_function(lambda epoch: 1.0), {"is_saved": False}),
+        (warm_up, {"steps": 1}),
+        (warm_up, {"every": 3}),
+        (of_sequence(lr_scheduler.ConstantLR, factor=0, total_iters=10), {}),
+        (of_sequence(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.0), {}),
+        (partial(lr_scheduler.CyclicLR, base_lr=0.0, max_lr=1.0, cycle_momentum=False), {}),
+        (Delayed, {}),
+    ],
+)
+def test_a_schedule_may_have_held_the_learning_rate_at_0(
+    tmp_path: Path, schedule: Callable[[Any], Any], options: dict[str, Any], kind: str
+) -> None:
+    folder = scheduled(tmp_path / "checkpoint", schedule, kind=kind, **options)
+    assert "no optimizer shows that a step changed the model" in verdict(folder)[1]
+    assert repair(folder).steps == ()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (warm_up, {}),
+        (of_function(lambda epoch: 1.0), {"every": 5}),
+        (partial(lr_scheduler.StepLR, step_size=1), {}),
+        (partial(lr_scheduler.StepLR, step_size=1), {"every": 3}),
+        (partial(lr_scheduler.MultiStepLR, milestones=[1, 2]), {}),
+        (partial(lr_scheduler.ExponentialLR, gamma=0.9), {}),
+        (partial(lr_scheduler.ConstantLR, factor=0.1), {}),
+        (partial(lr_scheduler.LinearLR, total_iters=100), {}),
+        (partial(lr_scheduler.PolynomialLR, total_iters=100), {}),
+        (partial(lr_scheduler.CosineAnnealingLR, T_max=100), {}),
+        (partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=4), {}),
+        (partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100), {}),
+        (of_sequence(lr_scheduler.LinearLR), {}),
+    ],
+)
+def test_a_schedule_that_begins_above_0_is_no_reason_to_ask(
+    tmp_path: Path, schedule: Callable[[Any], Any], options: dict[str, Any], kind: str
+) -> None:
+    folder = scheduled(tmp_path / "checkpoint", schedule, kind=kind, **options)
+    assert verdict(folder)[0] == "doubled-model"
+    assert repair(folder).status == 0
+
+
 @pytest.mark.parametrize(
     "make",
     [
         doubled,
-        lambda folder: in_warm_up(folder, epochs=2, first=1.0),
-        lambda folder: in_warm_up(folder, epochs=4, first=1.0, kind="SGD"),
         lambda folder: of_gradients(folder, 1e-20),
+        # The steps of the second layer show in fp32.
+        lambda folder: of_dtype(folder, torch.bfloat16, torch.float32),
+        lambda folder: of_dtype(folder, torch.float64, torch.float64),
     ],
 )
 def test_positive_evidence_is_enough(tmp_path: Path, make: Callable[[Path], Path]) -> None:

@@ -38,7 +38,6 @@ class Run:
         self.after: list[Callable[[int], Any]] = []
         self.steps = 0
         self._handles: list[Any] = []
-        self._pacers: list[Any] = []
         torch.manual_seed(seed)
 
     def model(self, model: nn.Module) -> Any:
@@ -73,10 +72,11 @@ class Run:
         self.optimizer(optimizer)
         return optimizer
 
-    def scheduler(self, scheduler: Any, *, twice: bool = False) -> None:
-        """Prepare a scheduler; ``twice``: the uncorrected script passes the same one again."""
+    def scheduler(self, scheduler: Any, *, twice: bool = False, every: int = 1) -> None:
+        """Prepare a scheduler, which moves after ``every`` so many steps; ``twice``: pass the same one again."""
         self.schedulers.append(scheduler)
-        self._pacers.append(self.accelerator.prepare(scheduler))
+        pacer = self.accelerator.prepare(scheduler)
+        self.after.append(lambda step: pacer.step() if step % every == 0 else None)
         if twice:
             self.again(scheduler)
 
@@ -93,7 +93,7 @@ class Run:
             handle.zero_grad()
         for loss in self.losses:
             self.accelerator.backward(loss(batch))
-        for handle in (*self._handles, *self._pacers):
+        for handle in self._handles:
             handle.step()
         for counter in self.custom:
             counter.samples += 4
@@ -124,6 +124,13 @@ class Wrap(nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Mod
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.module(x)
+
+
+class LossWrapper(Wrap):
+    """A model and its loss in one module, as scripts write it that run both in DistributedDataParallel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x).pow(2)
 
 
 class Critic(TwoLayer):
@@ -338,11 +345,64 @@ def bare_and_wrapped_without_training(run: Run) -> None:
     two(run, net, net)
 
 
-def bare_and_wrapped(run: Run) -> None:
+def model_beside_its_loss(run: Run) -> None:
     net = TwoLayer()
-    run.train(run.model(net))
-    run.model(Wrap(net))
+    run.model(net)
+    run.train(run.model(LossWrapper(net)))
     run.adamw(net)
+
+
+def student(run: Run, dtype: torch.dtype, lr: float) -> None:
+    """Train a student, held by a wrapper, beside the frozen reference from which it begins."""
+    reference = TwoLayer().to(dtype)
+    net = copy.deepcopy(reference)
+    run.model(reference.requires_grad_(False))
+    model = run.model(Wrap(net))
+    run.losses.append(lambda batch: model(batch.to(dtype)).float().pow(2).mean())
+    run.adamw(net, lr=lr)
+
+
+def reference_beside_its_bf16_student(run: Run) -> None:
+    student(run, torch.bfloat16, 1e-6)
+
+
+def reference_beside_its_slow_student(run: Run) -> None:
+    student(run, torch.float32, 1e-12)
+
+
+def reference_beside_a_student_that_waits(run: Run) -> None:
+    student(run, torch.float32, 0.01)
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6)))
+
+
+def average_until_a_delay_ends(run: Run) -> None:
+    average(run, lambda step: 0.99, adamw)
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6)))
+
+
+def average_until_a_sequence_begins(run: Run) -> None:
+    average(run, lambda step: 0.99, adamw)
+    waits = torch.optim.lr_scheduler.ConstantLR(run.optimizers[0], factor=0, total_iters=10)
+    moves = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizers[0], T_max=100)
+    run.scheduler(torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [waits, moves], milestones=[6]))
+
+
+def average_after_the_first_epoch_of_a_warm_up(run: Run) -> None:
+    average(run, lambda step: 0.99, adamw)
+    run.scheduler(warm_up(run.optimizers[0]), every=3)
+
+
+def average_until_an_unsaved_schedule_begins(run: Run) -> None:
+    average(run, lambda step: 0.99, adamw)
+    pace = torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 3))
+    run.after.append(lambda step: pace.step())
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the schedule of most scripts, whose function is a partial() that leaves {} in the state."""
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, 4, 100)
 
 
 def average_during_warm_up(run: Run) -> None:
@@ -430,6 +490,33 @@ def prepared_three_times(run: Run) -> None:
 def with_scheduler(run: Run) -> None:
     trained(run, adamw)
     run.scheduler(torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5))
+
+
+def with_scheduler_of_epochs(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), every=3)
+
+
+def with_warm_up(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(warm_up(run.optimizers[0]))
+
+
+def with_a_sequence(run: Run) -> None:
+    trained(run, adamw)
+    first = torch.optim.lr_scheduler.LinearLR(run.optimizers[0], total_iters=3)
+    second = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizers[0], T_max=100)
+    run.scheduler(torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [first, second], milestones=[3]))
+
+
+def with_a_function(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.99**epoch))
+
+
+def with_a_function_of_epochs(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.9**epoch), every=5)
 
 
 def with_optimizer_twice(run: Run) -> None:

@@ -132,7 +132,8 @@ def test_what_keeps_no_moments_is_asked_about(tmp_path: Path) -> None:
 
 def test_an_optimizer_of_no_model_that_remains_decides_nothing(tmp_path: Path) -> None:
     one, other = Pair(0), Pair(1, width=5)
-    folder = save(tmp_path / "c", [one.model, one.wrapped], [one.optimizer, other.optimizer, other.optimizer])
+    optimizers = [one.optimizer, other.optimizer, other.optimizer]
+    folder = save(tmp_path / "c", [one.model, one.wrapped], optimizers, [one.scheduler])
     receipt = repair(folder)
     assert receipt.status == 1
     assert [finding.code for finding in receipt.left] == ["surplus-states"]
@@ -156,7 +157,7 @@ def test_equal_moments_without_a_doubled_model_are_a_warning(tmp_path: Path) -> 
 
 def test_states_stay_with_a_doubled_model_that_stays(tmp_path: Path) -> None:
     one = Pair(0)
-    folder = save(tmp_path / "c", [one.model, one.wrapped], [one.optimizer] * 2)
+    folder = save(tmp_path / "c", [one.model, one.wrapped], [one.optimizer] * 2, [one.scheduler])
     receipt = repair(folder, policy=Policy(only=frozenset({"doubled-states"})))
     assert receipt.steps == ()
     assert "a model that was saved with it twice stays" in receipt.unplanned[0].reason
@@ -174,7 +175,7 @@ def test_before_the_first_step_an_average_equals_its_model(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", ["AdamW", "Momentum", "Adagrad"])
 def test_after_a_step_it_is_a_second_prepare(tmp_path: Path, kind: str) -> None:
     pair = Pair(0, kind=kind)
-    folder = save(tmp_path / "c", [pair.model, pair.wrapped], [pair.optimizer])
+    folder = save(tmp_path / "c", [pair.model, pair.wrapped], [pair.optimizer], [pair.scheduler])
     assert codes(folder) == ["doubled-model"]
 
 
