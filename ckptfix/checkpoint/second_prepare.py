@@ -274,6 +274,10 @@ class Evidence:
         These are independent facts, the cheapest first; each alone is enough to ask. ``links``: duplicates of the
         original that are known already. ``size``: the bytes that were compared. A file that may not be read raises no
         doubt: nothing is repaired before it can be read, and the unknown must not soften a verdict.
+
+        Two scripts leave the bytes of a second ``prepare`` and raise no doubt. One has a loss wrapper around its model,
+        the other an average that has only copied the model so far. A deletion is then loud and can be undone, and both
+        are rare, so that they are no reason to ask everybody. Frozen copies of a model that no step changed are one.
         """
         if entry.name.stem == _FSDP_STEM:
             yield "FSDP adds no wrapper by which a second prepare() would show"

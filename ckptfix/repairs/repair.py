@@ -123,7 +123,10 @@ class RepairReceipt(Printable, Serialized):
         advice = _before_resuming(self.steps, self.found)
         # Before a repair the finding says so, and a repaired copy has nothing to undo.
         if self.transaction is not None and any(DoubledModel.code in step.fixes for step in self.steps):
-            return (*advice, "undo the repair if the script keeps an equal copy of a model on purpose")
+            return (
+                *advice,
+                "undo the repair if the script prepares an equal model on purpose (a loss wrapper, an EMA)",
+            )
         return advice
 
     def lines(self) -> Iterator[Line]:
@@ -597,25 +600,34 @@ def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
 def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
     """Return the advice for a script that registered an object twice: it fails until it is fixed."""
     last: dict[Role, FileName | FolderName] = {}
-    dropped: set[Role] = set()
+    dropped: dict[Role, set[int]] = {}
+    moved: list[tuple[int, PurePosixPath]] = []
     for action in (step.action for step in steps):
         if not isinstance(action, DropEntry | Renumber):
             continue
         path = action.path if isinstance(action, DropEntry) else action.source
         name = parse_file_name(path.name) or parse_folder_name(path.name)
         if name is not None:
-            # Later entries move down, so the highest number is missing afterwards.
             last[name.role] = max(last.get(name.role, name), name, key=lambda one: one.index)
             if isinstance(action, DropEntry):
-                dropped.add(name.role)
-    names = series([_looked_for(last[role]) for role in Role if role in dropped])
-    if names:
-        cause = "passed an object to prepare() twice"
-        failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"
-    else:
+                dropped.setdefault(name.role, set()).add(name.index)
+            elif name.role is Role.MODEL:
+                moved.append((name.index, action.target))
+    if not dropped:
         return _before_loading(steps, found)
+    if moved and Role.MODEL in dropped:
+        # Models are loaded first and in order, so that this comes before a missing file.
+        failure = f"finds another model in {min(moved)[1]}"
+    else:
+        # Later entries move down, so that the highest numbers are missing. load_state misses the first of these.
+        missing = [
+            _looked_for(last[role].at(last[role].index + 1 - len(dropped[role])))
+            for role in Role
+            if role in dropped
+        ]
+        failure = f"looks for {series(missing)}, which a repaired folder does not hold"
     return (
-        f"the script {cause}: unchanged, it {failure}",
+        f"the script passed an object to prepare() twice: unchanged, it {failure}, and load_state fails",
         "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
     )
 

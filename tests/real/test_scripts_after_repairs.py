@@ -501,7 +501,17 @@ def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Pl
                 assert (played.loaded[saved, True][name] != trained) == bool(moved)
             if dropped:
                 # A wrong number of entries must be an error, never other weights.
-                assert isinstance(played.loaded[folder, False][name], str)
+                error = played.loaded[folder, False][name]
+                assert isinstance(error, str)
+                advice = " ".join(receipt["advice"])
+                if error.startswith("FileNotFoundError"):
+                    assert f"looks for {Path(error[:-1]).name}" in advice
+                else:
+                    assert error.startswith("RuntimeError: Error(s) in loading state_dict")
+                    assert "finds another model in " in advice
+                assert "load_state fails" in advice
+                is_default = any("doubled-model" in one["fixes"] for one in receipt["steps"])
+                assert ("until you undo it" in advice) == is_default
             elif row.is_correct:
                 assert played.loaded[folder, False][name] == trained
 

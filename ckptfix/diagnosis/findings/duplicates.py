@@ -47,14 +47,15 @@ class DoubledModel(Finding):
             f"{need}\n"
             "after a repair, load_state fails in the unchanged script: prepare the model once, or start the script "
             "with: ckptfix run SCRIPT\n"
-            f"{WRONG_IF}; to undo: ckptfix undo DIR"
+            f"{WRONG_IF}: then load_state fails until you undo the repair: ckptfix undo DIR"
         )
 
 
 WRONG_IF = (
-    "wrong where the script keeps an equal copy on purpose (an EMA, a target network, a wrapper of the model)"
+    "wrong if the script prepares an equal model on purpose (a loss wrapper around the model, an EMA that has only "
+    "copied it so far)"
 )
-"""The case in which the default repair deletes what the script needs: nothing in one checkpoint shows it."""
+"""The case in which the default repair deletes what the script needs: it leaves the bytes of a second ``prepare``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
