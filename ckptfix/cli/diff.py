@@ -38,7 +38,8 @@ def diff_command(
 
     Lists every tensor of A and B that differs, and every step and hyperparameter.
 
-    Exit status: 0 equal, 1 different, or values in a model that cannot be compared.
+    Exit status: 0 equal in what was compared, 1 different, or not proven equal: values of a model, or an optimizer of
+    both, cannot be compared.
     """
     if html is not None:
         ensure_writable(html, (a, b))

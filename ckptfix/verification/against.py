@@ -61,7 +61,7 @@ def compare_with(
     if bool(contents.weights) != bool(other.weights):
         raise UsageError(_without_weights(other if contents.weights else contents))
     pairs = [_Pair(*one) for one in pair_models(contents.weights, other.weights)]
-    optimizers, unpaired = pair_optimizers(
+    optimizers, unpaired, _ = pair_optimizers(
         *map(_side, (contents, other)), model=model, called=(str(contents.root), str(other.root))
     )
     alike = _same_names(contents, other)

@@ -308,7 +308,7 @@ def diff(
     with paused_gc():
         sides = open_side(a, lone_shard=True), open_side(b, lone_shard=True)
         left, right = sides[0].checkpoint, sides[1].checkpoint
-        optimizers, not_paired = pair_optimizers(*sides, model=model, tolerance=tolerance)
+        optimizers, not_paired, is_complete = pair_optimizers(*sides, model=model, tolerance=tolerance)
         if not optimizers:
             _ensure_tensors(left, right)
         drafts = [_Draft(*models) for models in pair_models(left.weights, right.weights)]
@@ -335,14 +335,14 @@ def diff(
         optimizers=states,
         tolerance=tolerance,
         crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
-        is_partial=any(weights.opaque for one in (left, right) for weights in one.weights),
+        is_partial=not is_complete or any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
+            *not_paired,
             *_other_weights(left, right, others),
             *_not_compared("A", left, others[0], compared[0]),
             *_not_compared("B", right, others[1], compared[1]),
             *_moved(drafts),
             *_opaque(drafts),
-            *not_paired,
             *(words for pair in optimizers for words in pair.notes),
             *_too_small(models),
         ),

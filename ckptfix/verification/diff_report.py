@@ -190,7 +190,8 @@ class DiffReport(Printable, Serialized):
     """Report of ``diff``. ``tolerance``: relative and absolute, None without one.
 
     ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words, "" when none do.
-    ``not_compared``: in words. ``is_partial``: whether values of the models themselves are among that.
+    ``not_compared``: in words. ``is_partial``: whether values of the models are among that, or an optimizer
+    that both sides have.
     """
 
     json_keys: ClassVar = (
@@ -217,7 +218,7 @@ class DiffReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """The exit status: 0 when all of the models was compared and is equal, or within the tolerance; else 1."""
+        """The exit status: 0 when the models, and the optimizers that both sides have, are equal in all; else 1."""
         return int(self.is_different or self.is_partial)
 
     @property
@@ -231,10 +232,12 @@ class DiffReport(Printable, Serialized):
 
     @property
     def verdict(self) -> str:
-        """The answer in a word or two."""
+        """The answer in a few words."""
         if self.is_different:
             return "different"
-        return "not proven equal" if self.is_partial else "equal"
+        if self.is_partial:
+            return "not proven equal"
+        return "equal in what was compared" if self.not_compared else "equal"
 
     @property
     def positions(self) -> str:

@@ -110,12 +110,28 @@ class OptimizerPair:
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every state of both could be read."""
+        return not any(map(_unread, (self.a, self.b)))
+
     def of(self, one: Matched) -> tuple[StoredTensor | None, StoredTensor | None]:
         """Return the tensors of both sides that a matched key means."""
         return (
             self.tensors[0][one.a] if one.a is not None else None,
             self.tensors[1][one.b] if one.b is not None else None,
         )
+
+
+class Pairing(NamedTuple):
+    """The pairs of optimizers that can be compared, and in words those that cannot.
+
+    ``is_complete``: every optimizer that both sides have is in a pair, and could be read.
+    """
+
+    pairs: tuple[OptimizerPair, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_complete: bool = True
 
 
 def pair_optimizers(
@@ -125,7 +141,7 @@ def pair_optimizers(
     model: str | Callable[[], Any] | None = None,
     tolerance: Tolerance | None = None,
     called: tuple[str, str] = ("A", "B"),
-) -> tuple[tuple[OptimizerPair, ...], tuple[str, ...]]:
+) -> Pairing:
     """Return the pairs of optimizers that can be compared, and in words those that cannot.
 
     ``model``: "module:factory", or the function, that makes the models of the run, for parameters that are numbered.
@@ -138,8 +154,10 @@ def pair_optimizers(
         if one.unread
     ]
     if left.unread or right.unread:
-        return (), tuple(notes)
+        is_needed = all(side.optimizers or side.unread for side in (left, right))
+        return Pairing(notes=tuple(notes), is_complete=not is_needed)
     pairs = []
+    is_complete = True
     for a, b in _by_position(left.optimizers, right.optimizers):
         if a is None or b is None:
             one, (side, other) = (b, reversed(called)) if a is None else (a, called)
@@ -150,7 +168,8 @@ def pair_optimizers(
             pairs.append(_pair(*_named((left, a), (right, b), model), tolerance, called))
         except OperationError as error:
             notes.append(f"the optimizer {a.label} in {called[0]} with {b.label} in {called[1]}: {error}")
-    return tuple(pairs), tuple(notes)
+            is_complete = False
+    return Pairing(tuple(pairs), tuple(notes), is_complete and all(pair.is_complete for pair in pairs))
 
 
 def _by_position(
@@ -400,10 +419,15 @@ def _left_out(
         where = f"{state.label} in {called[number]}"
         if keys := [key for side, key in alone if side == number]:
             yield f"hyperparameters that {where} alone has: {list_names(keys)}"
-        if unread := [name for name in state.unfit if not _is_read(state, name)]:
+        if unread := _unread(state):
             yield f"what cannot be read in {where}: {list_names(unread)}"
         if state.extra:
             yield f"what {where} holds next to states and param groups: {list_names(state.extra)}"
+
+
+def _unread(state: OptimizerState) -> list[str]:
+    """Return the states of an optimizer that cannot be read, as only executing the pickle would show them."""
+    return [name for name in state.unfit if not _is_read(state, name)]
 
 
 def _is_read(state: OptimizerState, name: str) -> bool:

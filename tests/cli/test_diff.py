@@ -98,6 +98,19 @@ def test_folders_say_what_was_not_compared(capsys: pytest.CaptureFixture[str]) -
     assert "not compared: 2 other files in B: " in out
 
 
+def test_equal_is_said_of_what_was_compared_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Random states of two folders were not compared, and the verdict was "equal"."""
+    folder = FIXTURES / "clean-bin" / "checkpoint"
+    assert run(["diff", str(folder), str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "\nequal in what was compared: 4 equal in bytes; " in out
+    assert "not compared: 2 other files in A: 'random_states_0.pkl', 'random_states_1.pkl'" in out
+    assert run(["diff", str(folder), str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "equal in what was compared"
+    assert run(["diff", *[str(folder / "pytorch_model.bin")] * 2]) == 0
+    assert "\nequal: 4 equal in bytes\n" in capsys.readouterr().out
+
+
 def test_a_page_never_replaces_what_is_compared_or_another_file(
     files: "tuple[str, str]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -355,7 +355,7 @@ def test_check_names_a_missing_rank(saved: Path, tmp_path: Path, kind: str) -> N
 
 def test_other_verbs_know_files_of_ranks(saved: Path, tmp_path: Path) -> None:
     """The model of all ranks becomes the one that load_state looks for."""
-    assert diff(saved / "ranks", saved / "sharded").verdict == "equal"
+    assert diff(saved / "ranks", saved / "sharded").verdict.startswith("equal")
     migrate(saved / "ranks", tmp_path / "new", to="safetensors")
     assert (tmp_path / "new/model.safetensors").exists()
     migrate(saved / "ranks", tmp_path / "dcp", to="dcp")
