@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import resource
 import sys
 import types
@@ -30,6 +31,10 @@ _FULL = ("custom_checkpoint", "sampler", "dl_state_dict")
 
 _HARMLESS = ("numpy", "_codecs", "torch", "collections")
 """Packages whose names exchanged files may have: one changed by chance does not exist, or makes an array."""
+
+
+_OF_PACKAGES = re.compile(r"(?:npu|mlu|musa|gcu|sdaa|ort)(?::[0-9]+)?")
+"""Devices whose storages torch restores with another package."""
 
 
 class _Pickles:
@@ -84,6 +89,12 @@ class Judge:
 
         torch.load = load
         torch.set_num_threads(1)
+        # torch restores a storage "of npu" once the package of that device is imported, as on the machine of the save.
+        torch.serialization.register_package(
+            100,
+            lambda storage: None,
+            lambda storage, place: storage if _OF_PACKAGES.fullmatch(place) else None,
+        )
 
     @functools.cached_property
     def _zero_to_fp32(self) -> Callable[..., Any]:
