@@ -141,7 +141,7 @@ def same_phase_length(header: bytes, old_length: int, block: int) -> int:
     return len(header) + (old_length - len(header)) % block
 
 
-def _parse_json(raw: bytes, what: str, start: int = 0, **hooks: Callable[[str], Any] | None) -> Any:
+def _parse_json(raw: bytes, what: str, start: int = 0, **hooks: Any) -> Any:
     """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at which it begins.
 
     ``hooks``: those of ``json.loads``.

@@ -109,7 +109,7 @@ def _example(code: str) -> str:
     return _block("text", "\n".join(str(line) for line in finding_lines(findings[:1], "checkpoint")))
 
 
-_LOST = {
+_LOST: dict[str, dict[str, list[float]]] = {
     "nonfinite": {"fc.weight": [1.0] * 9 + [math.nan]},
     "zero-pages": {"fc.weight": [1.0] * 5000},
     "all-zero": {f"layers.{number}.fc.weight": [float(number != 2)] * 8 for number in range(4)},
