@@ -14,6 +14,7 @@ import torch
 from ckptfix import check
 from ckptfix.diagnosis.findings.base import Severity
 from tests.diagnosis.test_optimizer_states import found, rewrite, save, step
+from tests.sampling import sampled
 
 Make = Callable[[Any], Any]
 
@@ -101,7 +102,7 @@ def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path,
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     assert found(root) == []
     healthy = torch.load(root / "optimizer.bin", weights_only=True)
-    for words, state in damaged(healthy):
+    for words, state in sampled(damaged(healthy)):
         torch.save(state, root / "optimizer.bin")
         severities = {one.severity for one in check(root).all_findings} - {Severity.NOTE}
         if fails(MAKERS[name], state):
@@ -275,6 +276,7 @@ def test_moments_under_a_string_are_dropped(checkpoint: Path) -> None:
         "inconsistent-groups: optimizer.bin: it has moments under the string '1', and param groups have numbers",
         "missing-moments: optimizer.bin: 1 of 6 parameters has no moments: 1",
     ]
+    assert "a load drops these moments" in check(checkpoint).findings[0].advice
     model = net()
     optimizer = MAKERS["adamw"](model)
     optimizer.load_state_dict(torch.load(checkpoint / "optimizer.bin"))

@@ -46,9 +46,11 @@ class InconsistentGroups(Finding):
     @property
     def advice(self) -> str:
         """Advice to use another file: a load gives moments to other parameters, or drops them."""
+        is_shifted = self.shared or self.repeated
+        effect = "gives moments to the wrong parameters" if is_shifted else "drops these moments"
         return (
-            "torch saves no such optimizer, and a load gives moments to the wrong parameters: copy the file again from "
-            "where it came, or resume from an older checkpoint"
+            f"torch saves no such optimizer, and a load {effect}: copy the file again from where it came, or resume "
+            "from an older checkpoint"
         )
 
 
