@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ckptfix.diagnosis.findings.damaged import (
     MissingShard,
     NotATensorFile,
     TruncatedFile,
+    UncheckedFile,
     UnsafePickle,
 )
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix, WrapperPrefix
@@ -79,6 +81,10 @@ def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
             yield f"{state.metadata_path}: {state.problem.message}"
         elif state.metadata is None and state.own_ranks:
             yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
+        packed = [one for one in state.metadata.stored.values() if one.transforms] if state.metadata else []
+        if packed:
+            names = list_names(dict.fromkeys(name for one in packed for name in one.transforms))
+            yield f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through {names}"
         alike: dict[str, list[str]] = {}
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)
@@ -113,6 +119,15 @@ def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
                 f"it has {file.size} bytes, .metadata lists {need}; {count_of(len(cut), 'item')} cut: {names}"
             )
             yield TruncatedFile(path=path, have=file.size, need=need, detail=detail)
+        unknown = {
+            name: item.fqn
+            for item in held
+            for name in item.transforms
+            if name.partition("/")[0] not in _EXTENSIONS
+        }
+        for name, fqn in unknown.items():
+            detail = f"its item {fqn!r:.200} went through {name!r:.80}, an extension that torch does not have"
+            yield UncheckedFile(path=path, detail=detail)
     for problem in dcp_problems(metadata):
         yield IncompleteTensor(path=state.metadata_path, tensor=problem.fqn, detail=problem.message)
     yield from (StrayShard(path=path) for path in state.data if path not in items)
@@ -144,6 +159,9 @@ def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> 
             names = tuple(dict.fromkeys(item.fqn for item in items[path]))
             yield MissingShard(path=path, named_by=str(state.metadata_path), tensors=len(names), holds=names)
 
+
+_EXTENSIONS = ("stream.zstd",)
+"""Extensions that torch registers itself (``distributed/checkpoint/_extension.py`` of 2.13)."""
 
 _ZIP = b"PK\3\4"
 _HEAD = 9  # the mark of safetensors: a length of 8 bytes, and a brace after it
@@ -253,11 +271,7 @@ def _by_file(state: DcpFolder) -> Mapping[PurePosixPath, list[StoredItem]]:
         path = state.path / name
         file = state.files.get(path)
         size = -1 if file is None else file.size
-        held = [
-            item
-            for item in items
-            if item.offset + item.length <= size and item.length and not item.transforms
-        ]
+        held = [item for item in items if item.offset + item.length <= size and not item.transforms]
         if held:
             found[path] = sorted(held, key=lambda item: item.offset)
     return found
@@ -276,6 +290,15 @@ def _of_file(
     if bad:
         yield _no_tensors(reader, path, tensors, bad)
         return
+    # All tensors of one safetensors file have its offset.
+    alone = [item for item in items if not looks_like_safetensors(begins.get(item.offset, b""))]
+    for item, following in pairwise(alone):
+        if following.offset < item.offset + item.length:
+            detail = (
+                f"the items {item.fqn!r:.200} and {following.fqn!r:.200} overlap at byte {following.offset}"
+            )
+            yield MalformedFile(path=path, detail=detail)
+            return
     if reader.fd >= 0:
         wrong = [
             (item, problem)

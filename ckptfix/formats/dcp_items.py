@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_metadata import GROUPS_KEY, DcpMetadata, DcpTensor
-from ckptfix.formats.dcp_stream import Chunk, StoredItem
+from ckptfix.formats.dcp_stream import Chunk, StoredItem, words_for
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like
 from ckptfix.formats.safetensors_file import looks_like_safetensors, read_safetensors
@@ -122,7 +122,9 @@ def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]
     known = storages(tree)
     if archive.big_endian:
         raise UnsupportedFormat("it was written on a big-endian machine")
-    tensor = read_tensor(Text("", 0, 0), tree.root, known) if type(tree.root) is Node else None
+    if type(tree.root) is not Node or tree.root.kind in (Kind.LIST, Kind.DICT):
+        raise FormatError(f"it is {words_for(tree.root)}, its metadata says a tensor")
+    tensor = read_tensor(Text("", 0, 0), tree.root, known)
     if tensor is None:
         raise UnsupportedFormat(
             "it is not a plain tensor, of a dtype that is known and neither conjugated nor negated"
@@ -234,6 +236,13 @@ class ItemCheck:
                 return ItemProblem(f"its record {name!r:.80} does not have its CRC", name)
             if chunk is not None:
                 return self._tensor_problem(window, chunk, dtype)
+            root = file.tree.root
+            if (
+                item.offsets is None
+                and type(root) is Node
+                and read_tensor(Text("", 0, 0), root, storages(file.tree))
+            ):
+                return ItemProblem("it is a tensor, its metadata says another object")
         except FormatError as error:
             if isinstance(error, UnsupportedFormat) and not isinstance(error, BeyondLimits):
                 return None  # an intact object that only torch reads
@@ -357,6 +366,10 @@ def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
     for item in metadata.items:
         if (item.fqn, None) not in metadata.stored:
             yield DcpProblem(item.fqn, "it is stored in no file")
+    listed = {one.fqn for one in (*metadata.tensors, *metadata.items)}
+    for fqn in dict.fromkeys(item.fqn for item in metadata.stored.values()):
+        if fqn not in listed:
+            yield DcpProblem(fqn, "a file stores it, and state_dict_metadata does not list it")
 
 
 def coverage_problem(tensor: DcpTensor) -> str | None:

@@ -349,9 +349,12 @@ class _Reading:
         if value is None:
             return ()
         found = value.items or () if type(value) is Node and value.kind is Kind.LIST else value
-        if not isinstance(found, list | tuple) or len(found) > _MAX_DESCRIPTORS:
+        # A text is a NamedTuple.
+        if not isinstance(found, list | tuple) or type(found) is Text or len(found) > _MAX_DESCRIPTORS:
             raise FormatError("the transform_descriptors of an item are not a short list")
-        return tuple(one.value if type(one) is Text else words_for(one) for one in found)
+        if not all(type(one) is Text for one in found):
+            raise FormatError("the transform_descriptors of an item are not names")
+        return tuple(one.value for one in found)
 
     def _planned(self, root: Mapping[str, Any]) -> tuple[PlannedPath, ...]:
         found = []

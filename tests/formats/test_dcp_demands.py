@@ -4,6 +4,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptfix.diagnosis.check import check
@@ -19,7 +21,7 @@ from ckptfix.storage.reading import FileReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-STATE = {
+STATE: dict[str, Any] = {
     "model": {"a": torch.arange(8.0), "b": torch.ones(3, dtype=torch.int64)},
     "groups": [{"lr": 0.5}, {"lr": 0.25}],
     "step": 3,
@@ -186,3 +188,112 @@ def test_chunks_of_one_shape_are_compared_and_not_parsed_again(
     monkeypatch.setattr(dcp_items, "_saved_tensor", counted)
     assert check(tmp_path).findings == ()
     assert len(parsed) == 1
+
+
+def moved(fqn: str, **changes: Any) -> Callable[[Any], None]:
+    """Return a change of where an item is said to be."""
+
+    def change(metadata: Any) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == fqn)
+        metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+
+    return change
+
+
+def taken(fqn: str, of: str) -> Callable[[Any], None]:
+    """Return a change that sends one item to the bytes of another."""
+
+    def change(metadata: Any) -> None:
+        place = next(place for index, place in metadata.storage_data.items() if index.fqn == of)
+        moved(fqn, offset=place.offset, length=place.length)(metadata)
+
+    return change
+
+
+def exchanged(one: str, other: str) -> Callable[[Any], None]:
+    """Return a change that exchanges the bytes of two items."""
+
+    def change(metadata: Any) -> None:
+        places = {index.fqn: place for index, place in metadata.storage_data.items()}
+        for fqn, place in ((one, places[other]), (other, places[one])):
+            moved(fqn, offset=place.offset, length=place.length)(metadata)
+
+    return change
+
+
+def unlisted(metadata: Any) -> None:
+    del metadata.state_dict_metadata["model.a"]
+
+
+PLACES: dict[str, tuple[Callable[[Any], None], str, str]] = {
+    "no bytes": (moved("model.a", length=0), "malformed-file", "'model.a'"),
+    "no bytes of an object": (moved("step", length=0), "malformed-file", "'step'"),
+    "an object for a tensor": (
+        exchanged("model.a", "step"),
+        "malformed-file",
+        "its metadata says",
+    ),
+    "a tensor for an object": (exchanged("step", "model.b"), "malformed-file", "its metadata says"),
+    "an extension": (moved("model.a", transform_descriptors=["zzz"]), "unchecked-file", "'zzz'"),
+    "an extension of an object": (
+        moved("step", transform_descriptors=["stream.rot13/1"]),
+        "unchecked-file",
+        "rot13",
+    ),
+    "a number as an extension": (moved("model.a", transform_descriptors=[1]), "malformed-file", "not names"),
+    "a text as extensions": (
+        moved("model.a", transform_descriptors="zzz"),
+        "malformed-file",
+        "not a short list",
+    ),
+    "bytes of two objects": (taken("step", "groups.0.lr"), "malformed-file", "overlap"),
+    "not listed": (unlisted, "incomplete-tensor", "state_dict_metadata does not list it"),
+}
+"""Name -> a change of the metadata, the code of the finding, and words of it."""
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_item_that_is_not_what_the_metadata_says_is_found(folder: Path, name: str) -> None:
+    change, code, words = PLACES[name]
+    path = folder / ".metadata"
+    path.write_bytes(edited(change)(path.read_bytes()))
+    wanted = {
+        "model": {key: torch.zeros_like(value) for key, value in STATE["model"].items()},
+        "groups": [{"lr": 0.0}, {"lr": 0.0}],
+        "step": 0,
+    }
+    try:
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    except CheckpointException:
+        pass
+    else:
+        assert wanted["step"] != STATE["step"]
+    (finding,) = check(folder).findings
+    assert finding.code == code
+    assert words in str(finding)
+
+
+def test_items_that_zstd_packed_are_named_as_not_checked(folder: Path) -> None:
+    path = folder / ".metadata"
+    path.write_bytes(edited(moved("model.a", transform_descriptors=["stream.zstd/1"]))(path.read_bytes()))
+    report = check(folder)
+    assert report.status == 0
+    assert ".metadata: 1 item that went through 'stream.zstd/1'" in report.not_checked
+
+
+def test_tensors_of_one_safetensors_file_do_not_overlap(tmp_path: Path) -> None:
+    state = {"a": torch.arange(4.0), "b": torch.zeros(0), "c": torch.ones(2)}
+    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert check(tmp_path).findings == ()
+
+
+def test_equal_and_empty_items_are_no_finding(tmp_path: Path) -> None:
+    tensor = torch.ones(4)
+    dcp.save(
+        {"a": tensor, "b": tensor, "none": torch.zeros(0), "scalar": torch.tensor(1.0), "texts": ["", []]},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    assert check(tmp_path).findings == ()
+    assert load(tmp_path)["scalar"] == 1
