@@ -83,8 +83,8 @@ def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
             yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
         packed = [one for one in state.metadata.stored.values() if one.transforms] if state.metadata else []
         if packed:
-            names = list_names(dict.fromkeys(name for one in packed for name in one.transforms))
-            yield f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through {names}"
+            extensions = list_names(dict.fromkeys(name for one in packed for name in one.transforms))
+            yield f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through {extensions}"
         alike: dict[str, list[str]] = {}
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)

@@ -366,7 +366,7 @@ def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
     for item in metadata.items:
         if (item.fqn, None) not in metadata.stored:
             yield DcpProblem(item.fqn, "it is stored in no file")
-    listed = {one.fqn for one in (*metadata.tensors, *metadata.items)}
+    listed = {tensor.fqn for tensor in metadata.tensors} | {item.fqn for item in metadata.items}
     for fqn in dict.fromkeys(item.fqn for item in metadata.stored.values()):
         if fqn not in listed:
             yield DcpProblem(fqn, "a file stores it, and state_dict_metadata does not list it")

@@ -13,6 +13,11 @@ from tests.fuzz.seeds import Seed
 _AROUND = 24
 """Bytes of tensors next to the metadata that are changed, too."""
 
+_JSON_VALUE = re.compile(rb': ?("[^"]*"|[0-9]+|\[[^][]*\]|\{[^{}]*\})')
+"""A value in JSON, behind its key."""
+
+_VALUES = (b"null", b"[]", b"{}", b'""', b'"x"', b"-0", b"0.0", b"true")
+
 _MARKED = re.compile(rb"PK[\x01-\x07][\x02-\x08]|FB|/|\x80\x02|[cX]|[0-9]+")
 """Places of a file of torch where a change is likely to reach another branch of a reader."""
 
@@ -92,7 +97,7 @@ def _changed(random: Random, data: bytes, at: int, end: int, source: Seed) -> tu
     """Return the data with one change at a position, and the change in words."""
     length = random.choice((1, 1, 2, 3, 4, 4, 8, 8, 16, random.randrange(1, 200)))
     stop = min(at + length, len(data))
-    match random.randrange(14):
+    match random.randrange(15):
         case 0 | 1 | 2 | 3 if at < len(data):
             bit = random.randrange(8)
             return _put(data, at, bytes([data[at] ^ 1 << bit])), f"bit {bit} of byte {at} flipped"
@@ -136,6 +141,10 @@ def _changed(random: Random, data: bytes, at: int, end: int, source: Seed) -> tu
                 (old + 1, max(0, old - 1), old * 2, old * 10, -old, 0, 1 << 32, 1 << 63, 10**30)
             )
             return data[:low] + str(new).encode() + data[high:], f"number {old} at byte {low} is now {new}"
+        case 14 if values := [match.span(1) for match in _JSON_VALUE.finditer(data[at:end])][:4]:
+            low, high = (at + edge for edge in random.choice(values))
+            text = random.choice((*_VALUES, b"[" + data[low:high] + b"]"))
+            return data[:low] + text + data[high:], f"the JSON value at byte {low} is now {text[:40]!r}"
         case _:
             other = random.randrange(len(data) + 1)
             low, high = sorted((at, other))
