@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import Role, is_one_of_several
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_folder
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
-from ckptfix.checkpoint.pairing import first_unequal, pair_up
+from ckptfix.checkpoint.pairing import Pairing, differing_tensors, first_unequal, pair_up
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError, FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -246,7 +246,7 @@ _FSDP_STEM = "pytorch_model_fsdp"
 class History(NamedTuple):
     """Facts in other checkpoints of the run about two equal entries.
 
-    ``apart``: the name of one in which they differ, "" for none. ``is_moved``: the original had other values before.
+    ``apart``: the name of one in which they differ, "" for none. ``is_moved``: an earlier one has other parameters.
     """
 
     apart: str = ""
@@ -437,10 +437,31 @@ class Evidence:
                         is_earlier
                         and bool(originals)
                         and not any(_is_equal(self.folder.root, original, root, one) for one in originals)
+                        and all(self._has_other_parameters(original, root, one) for one in originals)
                     )
                 except (FormatError, OSError, OperationError):
                     continue  # that checkpoint has findings of its own
         return History(is_moved=is_moved)
+
+    def _has_other_parameters(self, original: Component, root: Path, earlier: Component) -> bool:
+        """Return whether two entries that differ do so in parameters, by samples.
+
+        Running statistics change in every forward pass, at a learning rate of 0, too.
+        """
+        if not any(tensor.fqn.endswith(_BUFFERS) for tensor in original.tensors):
+            return True
+        parameters = tuple(self._parameters(original).values())
+        sampled = parameters[:: max(1, len(parameters) // _MOST_SAMPLED)][:_MOST_SAMPLED]
+        pairing = Pairing(
+            kept=replace(
+                original,
+                path=PurePosixPath(os.path.abspath(self.folder.root), original.path),
+                tensors=sampled,
+            ),
+            other=replace(earlier, path=PurePosixPath(os.path.abspath(root), earlier.path)),
+            runs=None,
+        )
+        return bool(differing_tensors(root, pairing, full=False, most=0))
 
     def foreign(self, entry: Component) -> str:
         """Return why an entry is not from the save that wrote the manifest, "" without such evidence."""

@@ -410,6 +410,17 @@ def average_during_warm_up(run: Run) -> None:
     run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.1 * (epoch > 20)))
 
 
+def average_with_copied_buffers_during_warm_up(run: Run) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    run.train(run.model(net))
+    run.adamw(net)
+    mean = copy.deepcopy(net)
+    run.model(DistributedDataParallel(mean))
+    # The parameters stay as they are; every step changes the buffers of both.
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch > 20)))
+    run.after.append(lambda step: mean.load_state_dict(net.state_dict()))
+
+
 def average_after_the_first_step_of_a_warm_up(run: Run) -> None:
     average(run, lambda step: 0.99, adamw)
     run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: epoch / 20))
@@ -544,6 +555,12 @@ def batch_norm_with_optimizer_twice(run: Run) -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     run.train(run.doubled(net))
     run.optimizer(adamw(net.parameters()), twice=True)
+
+
+def batch_norm_by_sgd(run: Run) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    run.train(run.doubled(net))
+    run.optimizer(sgd(net.parameters()))
 
 
 def tied_weights_with_optimizer_twice(run: Run) -> None:

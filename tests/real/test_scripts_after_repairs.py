@@ -112,6 +112,18 @@ CORRECT = (
     Scenario(scripts.bare_and_wrapped_without_training, "no optimizer fits the entries", {3: ASKS}),
     Scenario(scripts.average_during_warm_up, "the learning rate was 0 in every step", {3: ASKS}),
     Scenario(
+        scripts.average_with_copied_buffers_during_warm_up,
+        "checkpoint-1 has other running statistics, and the same weights",
+        {1: ASKS, 3: ASKS},
+    ),
+    Scenario(
+        scripts.average_with_copied_buffers_during_warm_up,
+        "checkpoint-1 has other running statistics, and the same weights",
+        {1: ASKS, 3: ASKS},
+        variant="bin",
+        safe=False,
+    ),
+    Scenario(
         scripts.average_after_the_first_step_of_a_warm_up,
         "the learning rate is above 0 since the save, it was 0 in the only step",
         {1: ASKS},
@@ -353,6 +365,15 @@ CLEAR = (
         "buffers have no states",
         {3: STATES},
         (*SECOND, "optimizer_1.bin"),
+    ),
+    Scenario(scripts.batch_norm_by_sgd, "other weights in checkpoint-1", {1: ASKS, 3: DOUBLED}, SECOND),
+    Scenario(
+        scripts.batch_norm_by_sgd,
+        "other weights in checkpoint-1",
+        {1: ASKS, 3: DOUBLED},
+        ("pytorch_model_1.bin",),
+        variant="bin",
+        safe=False,
     ),
     Scenario(
         scripts.tied_weights_with_optimizer_twice,
