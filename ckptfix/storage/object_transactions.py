@@ -713,7 +713,7 @@ def undo_objects(
         for piece in content:
             if isinstance(piece, Source) and piece.key not in pins:
                 raise ChangedError(
-                    f"{store.name(piece.key)}: is missing, and an undo needs its bytes; nothing was undone; "
+                    f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing was undone; "
                     f"{forget_objects(store, number)}"
                 )
     for index, info in state.kept.items():

@@ -88,7 +88,7 @@ def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuil
     def view(path: PurePosixPath) -> _View:
         known = find(path)
         if known is None:
-            raise ChangedError(f"{work.root / path}: is missing, and an undo needs its bytes")
+            raise ChangedError(f"{work.root / path} is missing, and an undo needs its bytes")
         return known
 
     def made(recipe: Recipe) -> _View:

@@ -30,7 +30,7 @@ from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
 from ckptfix.verification.scrub_state import Look, Reading, State
 from ckptfix.verification.verify import verify
-from ckptfix.verification.verify_report import Outcome, judge
+from ckptfix.verification.verify_report import Outcome, after_colon, judge
 from ckptfix.wording import Line, Printable, count_of, escape, human_size, line, list_names, unchecked_line
 
 _FAILED = "failed"
@@ -182,7 +182,8 @@ class ScrubResult(Printable, Serialized):
         serious = [one for one in self.findings if one["severity"] != Severity.NOTE.value]
         yield from (labelled(Severity(one["severity"]), one["code"], one["message"]) for one in serious)
         yield from (
-            line(f" differs {name}: {words}", colour="red") for name, words in self.differences.items()
+            line(f" differs {name}: {after_colon(words)}", colour="red")
+            for name, words in self.differences.items()
         )
         yield from (line(f"could not finish: {words}", colour="yellow") for words in self.unfinished)
         if serious or self.differences:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptfix.diagnosis.check import CLEAN, VERDICTS
 from ckptfix.verification.scrub_state import Look
+from ckptfix.verification.verify_report import after_colon
 from ckptfix.wording import count_of, html_document, html_text
 
 _DAMAGED, _WARNED, *_ = VERDICTS
@@ -118,5 +119,5 @@ def _said(look: Look) -> Iterator[str]:
     for one in structure.get("findings", ()):
         yield f"{one['severity']} {one['code']}: {one['message']}"
     for name, words in look.verdict.get("differences", {}).items():
-        yield f"differs {name}: {words}"
+        yield f"differs {name}: {after_colon(words)}"
     yield from (f"could not finish: {words}" for words in structure.get("unfinished", ()))

@@ -167,12 +167,21 @@ class Item(Serialized):
     other: str = ""
 
     def __str__(self) -> str:
-        return f"{self.label}{':' if self.kind is Kind.FILE else ''} {self.text}"
+        return (
+            f"{self.label}: {after_colon(self.text)}"
+            if self.kind is Kind.FILE
+            else f"{self.label} {self.text}"
+        )
 
     @property
     def label(self) -> str:
         """The file, or the tensor and its file, in words."""
         return self.name if self.kind is Kind.FILE else f"{self.where}: {self.name!r}"
+
+
+def after_colon(text: str) -> str:
+    """Return the text of an item as a problem: "optimizer.bin: missing", where a sentence has "is missing"."""
+    return text.removeprefix("is ").removeprefix("differs: ")
 
 
 def file_item(name: str, outcome: Outcome, change: Change | None, text: str) -> Item:

@@ -144,7 +144,7 @@ def test_a_sealed_folder_without_its_files(tmp_path: Path, capsys: Capture) -> N
             path.unlink()
     assert run(["verify", str(folder)]) == 1
     printed = out(capsys)
-    assert " differ model.safetensors: is missing\n" in printed
+    assert " differ model.safetensors: missing\n" in printed
     assert printed.splitlines()[-1] == "wrong: 2 files that differ, 4 tensors that differ"
     assert run(["salvage", str(folder), str(tmp_path / "new")]) == 2
     assert (

@@ -406,4 +406,4 @@ def test_words_of_a_statement_cannot_move_the_cursor(tmp_path: Path) -> None:
     KINDS["safetensors"](folder)
     report = verify(folder, statements=[stated(folder, files(("a\x1b[2Jb", DIGEST)))])
     assert "\x1b" not in str(report)
-    assert "a\\x1b[2Jb: is missing" in str(report)
+    assert "a\\x1b[2Jb: missing" in str(report)
