@@ -183,6 +183,44 @@ def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
     assert "not checked: the generator of python: it differs between two uninterrupted runs, too" in shown
 
 
+def test_a_generator_that_is_left_out_is_not_named_as_differing() -> None:
+    """The verdict said that it differs, and below that it was not checked."""
+    runs = three()
+
+    def draws(python: str, torch: str = "") -> Callable[[Step], Step]:
+        def change(one: Step) -> Step:
+            generators = {"torch": torch or one.losses[0].generators["torch"], "python": python}
+            return replace(one, losses=(replace(one.losses[0], generators=generators),))
+
+        return change
+
+    for number in range(1, LAST + 1):
+        runs[1][0] = altered(runs[1][0], number, draws("own"))
+    runs[2][0] = altered(runs[2][0], 5, draws("another", "other"))
+    (difference,) = verdict(runs).differences
+    assert (difference.state, difference.names) == ("generators", ("torch",))
+    assert "'torch'" in difference.words
+    assert "python" not in difference.words
+
+
+def test_a_state_of_which_all_is_left_out_is_not_called_compared() -> None:
+    runs = three()
+
+    def own(one: Step) -> Step:
+        states = {**one.states, "generators": {"torch": "own"}}
+        generators = {"torch": "own", "python": "own"}
+        return replace(one, states=states, losses=(replace(one.losses[0], generators=generators),))
+
+    for number in range(1, LAST + 1):
+        runs[1][0] = altered(runs[1][0], number, own)
+    found = verdict(runs)
+    assert found.ignored == {("generators", "python"), ("generators", "torch")}
+    assert "generators" not in found.strips
+    made = certificate(found, runs[1])
+    assert "generators" not in made.compared
+    assert sum("not checked: the generator of " in str(line) for line in made.lines()) == 2
+
+
 def test_batches_that_the_script_draws_and_skips_do_not_count() -> None:
     runs = three()
     skipped = tuple(Batch({"x": f"x{number}.0"}) for number in range(1, SAVED_AT + 1))

@@ -126,7 +126,7 @@ class Certificate(Serialized, Printable):
         if self.verdict == "exact":
             return f"saved after step {self.saved_at}, killed and resumed, it goes on bit for bit"
         if self.verdict == "not exact":
-            return f"saved after step {self.saved_at}, killed and resumed, it goes another way"
+            return f"saved after step {self.saved_at}, killed and resumed, it diverges from the uninterrupted run"
         return "two runs without a resume already differ; nothing can be said about the resume"
 
     def _consequences(self) -> Iterator[Line]:

@@ -123,8 +123,9 @@ def control(a: RankRuns, b: RankRuns, last: int | None = None) -> tuple[Differen
                 break
             hard = [state for state in STATES if state not in _OWN and _differs(state, row, again)]
             if hard:
-                words = _words(hard[0], row, again)
-                found.append(Difference(row.step, one.rank, hard[0], words, _names(hard[0], row, again)))
+                names = _names(hard[0], row, again)
+                words = _words(hard[0], row, again, names)
+                found.append(Difference(row.step, one.rank, hard[0], words, names))
                 break
             for state in _OWN:
                 ignored |= {(state, _source(name)) for name in _names(state, row, again)}
@@ -301,7 +302,8 @@ class _Pair:
             row, other = _Row.of(step), _Row.of(resumed)
             differing = set()
             for state in STATES:
-                if row.states.get(state) or other.states.get(state):
+                # A state of which everything is ignored was not compared, and must not be called so.
+                if _kept(state, (*row.states.get(state, ()), *other.states.get(state, ())), ignored):
                     names = _kept(state, _names(state, row, other), ignored)
                     per_step = agreement.setdefault(state, {})
                     per_step[row.step] = per_step.get(row.step, True) and not names
@@ -332,7 +334,7 @@ class _Pair:
         for state in _AT_ENTRY:
             names = _kept(state, _names(state, row, other), ignored)
             if names:
-                words = f"{_words(state, row, other)}, before the first batch"
+                words = f"{_words(state, row, other, names)}, before the first batch"
                 yield self._explained(
                     self._difference(self._saved_at + 1, state, words, names, row, other), 0
                 )
@@ -342,7 +344,7 @@ class _Pair:
         relation, words = Relation.NONE, ""
         if state == "batch":
             relation, words = self._relation(row, other)
-        words = words or _words(state, row, other)
+        words = words or _words(state, row, other, names)
         one = self._difference(row.step, state, words, names, row, other)
         if state not in ("batch", "generators", "learning rate", "scheduler"):
             one = replace(one, expected={}, found={})
@@ -446,13 +448,12 @@ def _source(name: str) -> str:
     return name.partition(" at loss ")[0].removesuffix(_AFTER)
 
 
-def _words(state: str, row: _Row, other: _Row) -> str:
-    """Return what differs in a state, in words."""
-    names = _names(state, row, other)
+def _words(state: str, row: _Row, other: _Row, names: tuple[str, ...]) -> str:
+    """Return what differs in a state, in words. ``names``: the values that do, without the ignored ones."""
     was, now = row.states.get(state, {}), other.states.get(state, {})
     if state == "generators":
         sources = dict.fromkeys(map(_source, names))
-        return f"the state of {list_names(sources)} is another one"
+        return f"the random state of {list_names(sources)} differs"
     if not now:
         return f"none (expected {count_of(len(was), 'value')}: {list_names(was)})"
     if state == "loss":
