@@ -24,7 +24,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import WRAPPERS
 from ckptfix.errors import RolledBackError
 from ckptfix.repairs.repair import RepairReceipt
-from tests.repairs.builders import EMPTY_STATE, write_safetensors
+from tests.repairs.builders import RANDOM_STATES, write_safetensors
 
 Tensors = dict[str, bytes]
 Snapshot = dict[str, tuple[object, ...]]
@@ -148,7 +148,7 @@ def write(root: Path, files: Mapping[str, Tensors], *, is_save_state: bool) -> N
     for name, tensors in files.items():
         write_safetensors(root / name, tensors)
     if is_save_state:
-        (root / "random_states_0.pkl").write_bytes(EMPTY_STATE)
+        (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
 
 
 @RELAXED
@@ -310,7 +310,7 @@ def test_laws_of_a_folder_of_torch_files(
             state = OrderedDict((chain + name, tensor) for name, tensor in torch_pool[number].items())
             name = f"pytorch_model_{position}.bin" if position else "pytorch_model.bin"
             (root / name).write_bytes(saved(state, legacy=False))
-        (root / "random_states_0.pkl").write_bytes(EMPTY_STATE)
+        (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
         before = snapshot(root)
         receipt = repair(root, policy=policy)
         after = snapshot(root)

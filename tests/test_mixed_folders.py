@@ -15,7 +15,7 @@ import torch
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.errors import RolledBackError
-from tests.repairs.builders import EMPTY_STATE, snapshot, write_safetensors
+from tests.repairs.builders import RANDOM_STATES, snapshot, write_safetensors
 
 CHAINS = ("", "", "module.", "module.module.", "module.module.module.", "_orig_mod.", "module._orig_mod.")
 MODELS = ({"a": b"1" * 8, "b.c": b"2" * 4}, {"a": b"9" * 8, "b.c": b"2" * 4}, {"x": b"5"})
@@ -79,7 +79,7 @@ def lost_names(findings: Any) -> set[str]:
 def test_any_folder(tmp_path: Path, seed: int) -> None:
     rnd = random.Random(seed)
     for rank in range(rnd.randint(0, 2)):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if rnd.random() < 0.6:
             write_entries(tmp_path, rnd, stem, suffix)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfix import check, repair, undo
-from tests.repairs.builders import EMPTY_STATE, read_safetensors_bytes, snapshot, write_safetensors
+from tests.repairs.builders import RANDOM_STATES, read_safetensors_bytes, snapshot, write_safetensors
 from tests.sampling import examples
 
 Tensors = dict[str, bytes]
@@ -151,7 +151,7 @@ def save(folder: Path, script: Script) -> None:
     for index, state in enumerate(script.custom):
         torch.save(state, folder / f"custom_checkpoint_{index}.pkl")
     for rank in range(script.ranks):
-        (folder / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     if script.adapter is not None:
         write_safetensors(folder / "adapter_model.safetensors", script.adapter)
 

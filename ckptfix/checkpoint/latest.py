@@ -24,11 +24,13 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import may_hold_weights, without_weights
+from ckptfix.checkpoint.state_contents import state_problem
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
+from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.atomic import read_file
 from ckptfix.storage.doors import made
 from ckptfix.storage.markers import read_commit, upload_problem
@@ -314,9 +316,9 @@ def incomplete(checkpoint: Path) -> str | None:
     With the manifest of a save, every file of that save must exist with its size; a folder that was repaired since
     counts as complete. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and
     the main process's state of the generators, which it writes after all but the custom objects; no file may be empty,
-    and those of the weights and the Trainer's states must be intact by their headers. A folder that ``salvage`` wrote
-    with losses is incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``, which it writes
-    last, with the step of the folder's name.
+    and those of weights and states must be intact by their headers and hold what their names say. A folder that
+    ``salvage`` wrote with losses is incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
+    which it writes last, with the step of the folder's name.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -359,7 +361,7 @@ def incomplete(checkpoint: Path) -> str | None:
 
 
 def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
-    """Return the problem of the first file that is empty or has damaged weights. Raises OSError."""
+    """Return the problem of the first file that is empty, damaged, or under a wrong name. Raises OSError."""
     for name in names:
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
             return f"{name} is empty"
@@ -372,7 +374,16 @@ def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
 
 
 def _is_loaded_whole(name: FileName) -> bool:
-    return _holds_weights(name) or (name.is_of_trainer and name.role is not Role.TRAINING_ARGUMENTS)
+    """Return whether a resume needs a file. Of accelerate's random states one rank's do: a run may have a thousand."""
+    if name.role is Role.RNG_STATE and not name.is_of_trainer:
+        return name.rank == 0
+    return _holds_weights(name) or name.role in _LOADED
+
+
+_LOADED = (
+    Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.RNG_STATE, Role.CUSTOM,
+)  # fmt: skip
+"""Roles of the states that ``load_state`` and the Trainer load."""
 
 
 def _holds_weights(name: FileName) -> bool:
@@ -380,7 +391,7 @@ def _holds_weights(name: FileName) -> bool:
 
 
 def _unsound(checkpoint: Path, component: Component) -> str | None:
-    """Return why a loader refuses a file of weights, None when its header is right or of a kind that is not read."""
+    """Return why a loader refuses or misreads a file, None when its header is right or of a kind that is not read."""
     problem, content = component.problem, component.content
     if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED:
         return f"{component.path}: {problem.message}"
@@ -390,6 +401,10 @@ def _unsound(checkpoint: Path, component: Component) -> str | None:
         shards = dict.fromkeys(content.weight_map.values())
         missing = [name for name in shards if not (checkpoint / name).exists()]
         return f"{missing[0]} is missing, which {component.path} names" if missing else None
+    if isinstance(content, TorchFile):
+        wrong = state_problem(component.name, content)
+        if wrong is not None and wrong.content is not None:
+            return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
     return None
 
 

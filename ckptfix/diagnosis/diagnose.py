@@ -24,6 +24,7 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_files,
     diagnose_rank_files,
     diagnose_shards,
+    diagnose_wrong_states,
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
@@ -39,6 +40,7 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
+from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.formats.torch_file import TorchFile
@@ -91,7 +93,9 @@ def _places(link: str) -> Iterator[str]:
         yield here
 
 
-_OF_CONTENT = (MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile)
+_OF_CONTENT = (
+    MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile, UnknownState, WrongState,
+)  # fmt: skip
 """Findings that explain a file that is missing, or has another size than it was saved with."""
 
 _OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
@@ -205,6 +209,7 @@ def diagnose(
             findings += diagnose_dcp_folders(sharded, folder.processes)
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
+        findings += diagnose_wrong_states(folder)
         damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
         optimizers = tuple(saved_optimizers(folder, sharded))
         explained = frozenset(one.path for one in findings)

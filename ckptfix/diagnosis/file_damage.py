@@ -1,4 +1,4 @@
-"""Damage in single files, in the shards of a model, and in DeepSpeed folders.
+"""Damage in single files, in the shards of a model, in DeepSpeed folders, and states under wrong names.
 
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
@@ -22,7 +22,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -32,6 +32,7 @@ from ckptfix.checkpoint.folder import (
     scan_folder,
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
+from ckptfix.checkpoint.state_contents import Content, content_of, state_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -51,6 +52,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UnsafePickle,
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.errors import OperationError
 from ckptfix.formats.pickle_globals import (
     SAFE_IN_FSDP,
@@ -545,3 +547,56 @@ def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[Pure
         return where / missing.removeprefix(f"{root / where}/"), why
     about = where if where.parts else files[0]
     return about, text.removeprefix(f"{root / where}: ")
+
+
+_EFFECTS = {
+    Content.OPTIMIZER: "the load fails",
+    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
+    Content.GRAD_SCALER: "the load fails in a run with fp16",
+    Content.RANDOM_STATES: "load_state restores no random states and no step, and reports no error",
+    Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
+    Content.SAMPLER: "the data loader cannot use it",
+    Content.DATALOADER: "the data loader cannot use it",
+}
+"""Consequences of a wrong content for a load, by the content that the name of the file promises."""
+
+
+def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | UnknownState]:
+    """Yield the state files of a folder that hold something else than their names promise."""
+    files = {one.path: one.content for one in folder.components if isinstance(one.content, TorchFile)}
+    names = {one.path: one.name for one in folder.components}
+    judged = {path: state_problem(names[path], file) for path, file in files.items()}
+    problems = {path: problem for path, problem in judged.items() if problem is not None}
+    if not problems:
+        return
+    contents = {path: content_of(file) for path, file in files.items()}
+    # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
+    is_of_library = (
+        bool(folder.ranks)
+        or PurePosixPath(TRAINER_STATE) in folder.strays
+        or any(one.name.is_of_trainer and one.role is Role.RNG_STATE for one in folder.components)
+    )
+    for path, problem in problems.items():
+        # The right state is where this one belongs. The file of a custom object may rightly hold anything.
+        partners = [
+            (names[other].index != names[path].index, str(other))
+            for other, content in contents.items()
+            if content is problem.expected
+            and (
+                (other in problems and problems[other].expected is problem.content)
+                or (
+                    names[other].role is Role.CUSTOM
+                    and (problem.content is None or content is Content.RANDOM_STATES)
+                )
+            )
+        ]
+        exchanged_with = min(partners)[1] if partners else ""
+        is_known = problem.content is not None
+        if is_known or exchanged_with or (is_of_library and problem.expected is not Content.GRAD_SCALER):
+            yield (WrongState if is_known else UnknownState)(
+                path=path,
+                holds=problem.holds,
+                expected=problem.expected.value,
+                effect=_EFFECTS[problem.expected],
+                exchanged_with=exchanged_with,
+            )

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, missing_files, read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import MANIFEST
-from tests.repairs.builders import write_safetensors
+from tests.repairs.builders import RANDOM_STATES, write_safetensors
 
 WEIGHTS = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 FIXTURE = WEIGHTS / "wrapper-safetensors" / "checkpoint"
@@ -204,7 +204,7 @@ def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves
     )
     write(tmp_path, make(files={}, sha256={"model.safetensors": "0" * 64}).to_bytes())
     assert "random_states_0.pkl" in str(incomplete(tmp_path))
-    (tmp_path / "random_states_0.pkl").write_bytes(b"1")
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     assert incomplete(tmp_path) is None
     (tmp_path / "model.safetensors").unlink()  # as by a save in the other format
     shutil.copyfile(WEIGHTS / "clean-bin/checkpoint/pytorch_model.bin", tmp_path / "pytorch_model.bin")
@@ -217,7 +217,7 @@ def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves
     "name", ["adapter_model.safetensors", "pytorch_lora_weights.safetensors", "model.fp16.safetensors"]
 )
 def test_an_adapter_that_a_hook_saved_is_weights_of_a_model(tmp_path: Path, name: str) -> None:
-    (tmp_path / "random_states_0.pkl").write_bytes(b"x")
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     write_safetensors(tmp_path / name, {"a": b"x"})
     assert incomplete(tmp_path) is None
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
@@ -228,7 +228,7 @@ def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: P
     for name in ("checkpoint_9", "checkpoint_10", "checkpoint_x", "notes", "checkpoint_010"):
         (tmp_path / name).mkdir()
         write_safetensors(tmp_path / name / "model.safetensors", {"a": b"x"})
-        (tmp_path / name / "random_states_0.pkl").write_bytes(b"x")
+        (tmp_path / name / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     (tmp_path / "checkpoint_11").write_text("a file")
     assert [candidate.number for candidate in candidates(tmp_path)] == [10, 10, 9]
     best = newest_complete(candidates(tmp_path))
@@ -263,7 +263,7 @@ def test_zeros_in_front_of_a_number_count_as_accelerate_counts_them(
 
 
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
-    (tmp_path / "random_states_0.pkl").write_bytes(b"x")
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     assert incomplete(tmp_path) == "no weights of a model"
     write_safetensors(tmp_path / "model.safetensors", {"a": b"x"})
     assert incomplete(tmp_path) is None

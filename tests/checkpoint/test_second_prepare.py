@@ -20,7 +20,7 @@ from ckptfix.repairs.steps import DropEntry
 from ckptfix.storage import comparing
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.stores import open_store
-from tests.repairs.builders import EMPTY_STATE, snapshot
+from tests.repairs.builders import RANDOM_STATES, snapshot
 from tests.repairs.refused import nobody_may_read
 
 
@@ -120,7 +120,7 @@ def save(
         for number, thing in enumerate(things):
             torch.save(thing.state_dict(), folder / f"{stem}{f'_{number}' if number else ''}.bin")
     for rank in range(ranks):
-        (folder / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     return folder
 
 

@@ -165,8 +165,8 @@ def test_what_the_trainer_pickles_is_a_note(folder: Path, said: Said) -> None:
     }
     for name in ("rng_state.pth", "rng_state_1.pth"):
         torch.save(states, folder / name)
-    for name in ("optimizer.pt", "scheduler.pt"):
-        torch.save({"state": {}, "param_groups": []}, folder / name)
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    torch.save({"last_epoch": 1, "_last_lr": [0.1]}, folder / "scheduler.pt")
     torch.save(RunSettings(0.01), folder / "training_args.bin")
     for path in folder.glob("random_states_*"):
         path.unlink()

@@ -12,7 +12,7 @@ from ckptfix import ChangedError, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.cli import run
 from ckptfix.verification import verify
-from tests.repairs.builders import EMPTY_STATE, write_safetensors
+from tests.repairs.builders import RANDOM_STATES, write_safetensors
 from tests.verification.sealed import make_sharded, sealed
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -128,7 +128,7 @@ def test_the_last_line_counts_what_is_wrong(tmp_path: Path, capsys: Capture) -> 
     folder.mkdir()
     for name in ("model.safetensors", "model_1.safetensors"):
         write_safetensors(folder / name, {"x": b"1234"})
-    (folder / "random_states_0.pkl").write_bytes(EMPTY_STATE)
+    (folder / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     assert run(["seal", str(folder)]) == 0
     out(capsys)
     assert run(["verify", str(folder)]) == 1

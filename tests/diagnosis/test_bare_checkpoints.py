@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptfix
 from ckptfix import check, latest_checkpoint
@@ -329,11 +330,10 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
 
 
 def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(tmp_path: Path, said: Said) -> None:
-    """Complete by its headers, and load_state fails: the optimizer lost its last bytes in a copy."""
+    """Complete by its headers, and load_state fails for all but a custom optimizer."""
     for number in (1, 2, 3):
         shutil.copytree(CLEAN, tmp_path / f"checkpoint_{number}")
-    optimizer = tmp_path / "checkpoint_3" / "optimizer.bin"
-    os.truncate(optimizer, optimizer.stat().st_size - 10)
+    torch.save({"moments": torch.ones(1)}, tmp_path / "checkpoint_3" / "optimizer.bin")
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
@@ -343,6 +343,35 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(tmp_path: Pat
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
     assert resume["checkpoint"] == str(tmp_path / "checkpoint_3") == str(latest_checkpoint(tmp_path))
     assert resume["clean"] == str(tmp_path / "checkpoint_2")
+
+
+@pytest.mark.parametrize("damage", ["cut", "exchanged"])
+def test_a_checkpoint_that_load_state_refuses_is_passed_over(
+    damage: str, tmp_path: Path, url: str, said: Said
+) -> None:
+    """The optimizer lost its last bytes in a copy, or was exchanged with the random states."""
+    for number in (1, 2, 3):
+        shutil.copytree(CLEAN, tmp_path / f"checkpoint_{number}")
+    optimizer, states = (
+        tmp_path / "checkpoint_3" / name for name in ("optimizer.bin", "random_states_0.pkl")
+    )
+    if damage == "cut":
+        os.truncate(optimizer, optimizer.stat().st_size - 10)
+    else:
+        contents = optimizer.read_bytes(), states.read_bytes()
+        states.write_bytes(contents[0])
+        optimizer.write_bytes(contents[1])
+    upload_folder(tmp_path, url)
+    for place in (str(tmp_path), url):
+        status, out, _ = said("check", "-r", place)
+        assert status == 1
+        assert answers(out) == [f"resume from {place}/checkpoint_2, the newest complete one"]
+        (resume,) = json.loads(said("check", "-r", place, "--json")[1])["resume"]
+        assert resume["passed_over"] == ["checkpoint_3"]
+        with pytest.warns(
+            UserWarning, match=r"took checkpoint_2 and passed over checkpoint_3: optimizer\.bin"
+        ):
+            assert str(latest_checkpoint(place)) == resume["checkpoint"]
 
 
 def test_a_link_that_is_newest_is_not_called_checked(tmp_path: Path, said: Said) -> None:

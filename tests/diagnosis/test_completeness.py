@@ -10,6 +10,7 @@ import pytest
 from ckptfix import check, seal
 from ckptfix.cli import run
 from ckptfix.diagnosis import completeness
+from tests.repairs.builders import TRAINER_RANDOM_STATES
 
 FIXTURES = Path("fixtures/accelerate-1.15.0")
 
@@ -243,7 +244,7 @@ def make_of_trainer(root: Path, without: Iterable[str] = ()) -> Path:
     for name in TRAINER[:2]:
         shutil.copy(clean / name.replace(".pt", ".bin"), root / name)
     for rank in range(2):
-        shutil.copy(clean / f"random_states_{rank}.pkl", root / f"rng_state_{rank}.pth")
+        (root / f"rng_state_{rank}.pth").write_bytes(TRAINER_RANDOM_STATES)
     shutil.copy(clean / "scheduler.bin", root / "training_args.bin")
     (root / "trainer_state.json").write_text('{"global_step": 4}')
     for name in without:

@@ -12,7 +12,7 @@ from ckptfix.diagnosis.target import find_checkpoints
 from ckptfix.errors import UsageError
 from ckptfix.verification.verify import verify
 from fixtures.make_deepspeed import SCENARIOS
-from tests.repairs.builders import snapshot
+from tests.repairs.builders import RANDOM_STATES, snapshot
 from tests.tensors.test_zero_states import make_universal, moments_of
 from tests.tensors.zero_making import make_zero
 
@@ -135,7 +135,7 @@ def universal(tmp_path: Path) -> Path:
     root = tmp_path / "universal"
     root.mkdir()
     make_universal(root / "pytorch_model", tmp_path / "zero2", moments, is_flat=False)
-    torch.save({}, root / "random_states_0.pkl")
+    (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     return root
 
 
@@ -173,7 +173,7 @@ def test_names_are_never_changed(tmp_path: Path, keys: Keys) -> None:
     """They are in the model states, in its shapes, and in the states of every rank's optimizer."""
     state = {"module.module.a.weight": torch.randn(4, 3), "module.module.b.weight": torch.randn(5)}
     make_zero(tmp_path / "pytorch_model", [state], stage=2, ranks=2)
-    torch.save({}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     before = snapshot(tmp_path)
     for path in (
         tmp_path,

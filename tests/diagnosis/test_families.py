@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptfix import check, repair
 from ckptfix.diagnosis.findings import SecondFamily, StaleFamily
+from tests.repairs.builders import RANDOM_STATES
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 Tensors = Mapping[str, torch.Tensor]
@@ -230,7 +231,7 @@ def test_three_families_are_compared_with_the_first(tmp_path: Path) -> None:
 
 def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
     (tmp_path / "unet").mkdir()
-    torch.save({"step": 0}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     (tmp_path / "unet" / "config.json").write_text("{}")
     for number, name in enumerate(PAIRS[9]):
         write(tmp_path / "unet" / name, values(number))

@@ -9,7 +9,7 @@ import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
 from tests.repairs.builders import (
-    EMPTY_STATE,
+    RANDOM_STATES,
     read_safetensors_bytes,
     snapshot,
     write_safetensors,
@@ -244,7 +244,7 @@ def test_a_double_that_an_index_names_stays(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model_1.safetensors", {"module.a": b"1"})
     write_trained_optimizer(tmp_path / "optimizer.bin", {"a": b"1"})
     for rank in range(2):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     write_index(tmp_path / INDEX, {"module.a": "model_1.safetensors"})
     before = snapshot(tmp_path)
     receipt = repair(tmp_path)

@@ -2,10 +2,12 @@
 
 import io
 import json
+import random
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy
 import torch
 
 
@@ -15,8 +17,20 @@ def _saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-EMPTY_STATE = _saved({})
-"""Bytes that ``torch.load`` reads as an empty dict; it refuses a plain pickle, such as for random states."""
+RANDOM_STATES = _saved({
+    "step": 0,
+    "random_state": random.getstate(),
+    "numpy_random_seed": numpy.random.get_state(),
+    "torch_manual_seed": torch.get_rng_state(),
+})  # fmt: skip
+"""Bytes of a file of random states, as ``save_state`` writes it on a machine without a device."""
+
+TRAINER_RANDOM_STATES = _saved({
+    "python": random.getstate(),
+    "numpy": numpy.random.get_state(),
+    "cpu": torch.get_rng_state(),
+})  # fmt: skip
+"""Bytes of a file of random states, as transformers' Trainer writes it on such a machine."""
 
 
 def write_safetensors(

@@ -19,7 +19,7 @@ from ckptfix.storage.lock import folder_lock
 from ckptfix.verification.verify_report import Kind, Outcome
 from fixtures import golden_dcp
 from fixtures.digests import tensor_digests
-from tests.repairs.builders import EMPTY_STATE
+from tests.repairs.builders import RANDOM_STATES
 from tests.repairs.dcp_folders import (
     FIXTURES,
     MODEL,
@@ -257,7 +257,7 @@ def test_a_mismatched_optimizer_is_evidence_next_to_a_rank_count(tmp_path: Path)
     folder = copy(tmp_path, "fsdp2-nested")
     change(folder / OPTIMIZER, golden_dcp.rename_all(lambda name: name.replace("module.module.", "module.")))
     for rank in range(2):
-        (folder / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     found = {one.code: one.action.value for one in check(folder).findings}
     assert (found["nested-prefix"], found["mismatched-names"]) == ("fix", "fix")
 

@@ -14,7 +14,7 @@ from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import (
-    EMPTY_STATE,
+    RANDOM_STATES,
     read_safetensors_bytes,
     snapshot,
     write_safetensors,
@@ -39,7 +39,7 @@ def save_state(
     for index, tensors in enumerate(models):
         write_safetensors(folder / f"model{f'_{index}' if index else ''}.safetensors", tensors)
     for rank in range(ranks):
-        (folder / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)  # an empty dict
+        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     return folder
 
 

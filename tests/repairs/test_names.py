@@ -10,7 +10,7 @@ import torch
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from tests.repairs.builders import (
-    EMPTY_STATE,
+    RANDOM_STATES,
     read_safetensors_bytes,
     snapshot,
     write_safetensors,
@@ -91,7 +91,7 @@ def test_a_double_is_not_renamed_instead_of_dropped(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model_1.safetensors", {"module.fc": b"12"})
     write_trained_optimizer(tmp_path / "optimizer.bin", {"fc": b"12"})
     for rank in range(2):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     before = snapshot(tmp_path)
     policy = Policy(keys=Keys.BARE, only=frozenset({"wrapper-prefix"}))
     receipt = repair(tmp_path, policy=policy)
@@ -140,7 +140,7 @@ def test_entries_of_one_architecture_are_renamed_together(tmp_path: Path) -> Non
 def test_nested_entries_get_one_target(tmp_path: Path) -> None:
     """The other container speaks for all entries or for none; else equal ones would look like doubles afterwards."""
     for rank in range(2):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     for name in ("model.safetensors", "model_1.safetensors"):
         write_safetensors(tmp_path / name, {"module.module.fc": b"same"})
     torch.save({"fc": torch.ones(4, dtype=torch.uint8)}, tmp_path / "pytorch_model.bin")
@@ -202,7 +202,7 @@ def test_a_difference_between_the_samples_does_not_stop_other_repairs(tmp_path: 
     other = bytearray(size)
     other[size * 3 // 7] = 1
     for rank in range(2):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     write_safetensors(tmp_path / "model.safetensors", {"fc": bytes(size), "b": b"1"})
     write_trained_optimizer(tmp_path / "optimizer.bin", {"b": b"1"})
     write_safetensors(tmp_path / "model_1.safetensors", {"module.fc": bytes(other), "module.b": b"1"})

@@ -9,7 +9,7 @@ import torch
 
 from ckptfix import Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
-from tests.repairs.builders import EMPTY_STATE, snapshot
+from tests.repairs.builders import RANDOM_STATES, snapshot
 
 
 class Pair:
@@ -51,7 +51,7 @@ def save(
         for index, value in enumerate(values):
             torch.save(value.state_dict(), folder / f"{stem}{f'_{index}' if index else ''}.bin")
     for rank in range(ranks):
-        (folder / f"random_states_{rank}.pkl").write_bytes(EMPTY_STATE)
+        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     return folder
 
 

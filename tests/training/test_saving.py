@@ -26,6 +26,7 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.resuming.guarded_load import latest_checkpoint
 from ckptfix.training.saving import joint_saves, save_state
+from tests.repairs.builders import TRAINER_RANDOM_STATES
 from tests.sampling import is_sampled
 from tests.training.killing import Steps
 from tests.training.ranks import run_ranks
@@ -719,8 +720,9 @@ def test_folders_of_the_trainer_are_complete_by_its_own_files(tmp_path: Path) ->
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes())
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-            (folder / name).write_bytes((saved / "optimizer.bin").read_bytes())
+        shutil.copyfile(saved / "optimizer.bin", folder / "optimizer.pt")
+        torch.save({"last_epoch": step, "_last_lr": [0.1]}, folder / "scheduler.pt")
+        (folder / "rng_state.pth").write_bytes(TRAINER_RANDOM_STATES)
         (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     (tmp_path / "checkpoint-25" / "trainer_state.json").unlink()
     (tmp_path / "checkpoint-20" / "optimizer.pt").unlink()

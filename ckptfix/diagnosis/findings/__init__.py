@@ -56,7 +56,9 @@ from ckptfix.diagnosis.findings.inconsistent import (
     InconsistentGroups,
     MismatchedMoments,
     MissingMoments,
+    UnknownState,
     UnsavedParameters,
+    WrongState,
 )
 
 CATALOGUE: tuple[type[Finding], ...] = (
@@ -90,6 +92,8 @@ CATALOGUE: tuple[type[Finding], ...] = (
     IncompleteTensor,
     StrayShard,
     FlatParameters,
+    WrongState,
+    UnknownState,
     InconsistentGroups,
     MismatchedMoments,
     UnsavedParameters,
@@ -166,10 +170,12 @@ __all__ = [
     "TruncatedFile",
     "UncheckedFile",
     "UndecidedPrefix",
+    "UnknownState",
     "UnloadablePickle",
     "UnsafePickle",
     "UnsavedParameters",
     "WrapperPrefix",
+    "WrongState",
     "finding_lines",
     "labelled",
     "salvage_lines",

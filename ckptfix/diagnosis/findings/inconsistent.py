@@ -1,10 +1,83 @@
-"""Findings about optimizers that do not agree with themselves, or with the weights of the checkpoint."""
+"""Findings about states that are not what their file names promise, or that disagree with themselves or the weights."""
+
+from pathlib import PurePosixPath
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongState(Finding):
+    """A state file with another kind of state than its name promises.
+
+    ``holds``, ``expected``: both kinds, in words. ``effect``: what a load does with it. ``exchanged_with``: the file
+    that holds what belongs here, "" where none does.
+    """
+
+    code = "wrong-state"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "a state file holds another kind of state than its name says, such as `optimizer.bin` with the state of a "
+        "scheduler"
+    )
+
+    holds: str
+    expected: str
+    effect: str
+    exchanged_with: str = ""
+
+    def __str__(self) -> str:
+        return _of_state(self.path, self.holds, self.expected, self.exchanged_with)
+
+    @property
+    def advice(self) -> str:
+        """Advice to give both files their names back, or to bring the right file."""
+        return f"{self.effect}: {_right_file(self.path, self.exchanged_with)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownState(Finding):
+    """A state file that no class of torch or accelerate loads, and a class of a script's own might.
+
+    The fields are those of ``WrongState``.
+    """
+
+    code = "unknown-state"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a state file holds nothing that the classes of torch, accelerate or the Trainer load, such as `optimizer.bin` "
+        "without `param_groups`"
+    )
+
+    holds: str
+    expected: str
+    effect: str
+    exchanged_with: str = ""
+
+    def __str__(self) -> str:
+        return _of_state(self.path, self.holds, self.expected, self.exchanged_with)
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, and what a custom class makes of it."""
+        ignore = "" if self.exchanged_with else ". Where a class of your own reads it, ignore this"
+        return f"{self.effect}: {_right_file(self.path, self.exchanged_with)}{ignore}"
+
+
+def _of_state(path: PurePosixPath, holds: str, expected: str, exchanged_with: str) -> str:
+    partner = f"; it was exchanged with {exchanged_with}" if exchanged_with else ""
+    return f"{path}: it holds {holds} (expected {expected}){partner}"
+
+
+def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
+    if exchanged_with:
+        return f"give {path} and {exchanged_with} each other's name, by way of a third name"
+    return "copy the file again from where it came, or use an older checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
