@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -62,7 +63,12 @@ def save_state(root: Path, strategy: str, *runs: Trained, processes: int = 2) ->
         torch.save({"last_epoch": 6, "_step_count": 7}, root / f"scheduler{end}.bin")
     torch.save({"count": 5}, root / "custom_checkpoint_0.pkl")
     for rank in range(processes):
-        state = {"step": 3, "random_state": (3, tuple(range(rank, rank + 625)), None)}
+        state = {
+            "step": 3,
+            "random_state": (3, tuple(range(rank, rank + 625)), None),
+            "numpy_random_seed": numpy.random.RandomState(rank).get_state(),
+            "torch_manual_seed": torch.Generator().manual_seed(rank).get_state(),
+        }
         torch.save(state, root / f"random_states_{rank}.pkl")
     return root
 

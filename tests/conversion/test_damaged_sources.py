@@ -14,6 +14,7 @@ from ckptfix.conversion.migrate import migrate
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.tensors.optimizers import Strategy
 from tests.conversion.making import FORMATS
+from tests.repairs.builders import RANDOM_STATES
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _STATE = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "c.weight": torch.randn(2, 2)}
@@ -252,8 +253,8 @@ def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(tmp_
     assert migrate(source, tmp_path / "b", to="dcp").warnings == ()
     (tmp_path / "plain").mkdir()
     write(tmp_path / "plain" / "model.safetensors", _STATE)
-    for name in ("optimizer.bin", "random_states_0.pkl"):
-        torch.save({}, tmp_path / "plain" / name)
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "plain" / "optimizer.bin")
+    (tmp_path / "plain" / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     (words,) = migrate(tmp_path / "plain", tmp_path / "c", to="dcp").warnings
     assert words.startswith("optimizer.bin: copied")
 

@@ -18,6 +18,7 @@ from ckptfix.verification.diff import diff
 from ckptfix.verification.seal import seal
 from ckptfix.verification.verify import verify
 from tests.conversion.making import names_below
+from tests.repairs.builders import TRAINER_RANDOM_STATES
 
 WEIGHTS = {"layer.weight": torch.arange(12.0).reshape(3, 4), "layer.bias": torch.ones(3)}
 STATES = (
@@ -266,9 +267,9 @@ def test_a_seal_that_had_states_as_a_model_still_fits(
 ) -> None:
     """As ckptfix 0.4.0 sealed the folder of a Trainer."""
     write(tmp_path / "adapter_model.safetensors")
-    torch.save({"cpu": torch.get_rng_state()}, tmp_path / "rng_state.pth")
-    for name in ("optimizer.pt", "scheduler.pt"):
-        torch.save({"state": {}, "param_groups": []}, tmp_path / name)
+    (tmp_path / "rng_state.pth").write_bytes(TRAINER_RANDOM_STATES)
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+    torch.save({"last_epoch": 1, "_last_lr": [0.1]}, tmp_path / "scheduler.pt")
     (tmp_path / "trainer_state.json").write_text("{}")
     seal(tmp_path)
     path = tmp_path / ".ckptfix" / "manifest.json"

@@ -101,7 +101,7 @@ def test_random_states_that_are_damaged_or_change_are_not_written_anew(
 
 def test_the_step_stays_where_it_cannot_be_written_or_the_guard_compares_the_file(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
-    torch.save({"step": 3, "of a script": {(1, 2): 3}}, source / "random_states_0.pkl")
+    torch.save(random_states(0, step=3) | {"of a script": {(1, 2): 3}}, source / "random_states_0.pkl")
     for name in ("plain", "guarded"):
         if name == "guarded":
             torch.save({"step": 3}, source / "random_states_0.pkl")
@@ -124,6 +124,7 @@ def test_new_processes_get_the_step_and_no_random_states(tmp_path: Path) -> None
     receipt = ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=3, model=net)
     found = torch.load(tmp_path / "new" / "random_states_2.pkl", weights_only=True)
     assert found == {"step": 0}, "accelerator.step must not differ between ranks"
+    assert ckptfix.check(tmp_path / "new").status == 0
     assert not (tmp_path / "new" / "dl_state_dict.bin").exists()
     assert [one.what.split("'")[0] for one in receipt.left_out] == [
         "dl_state_dict.bin",

@@ -231,7 +231,7 @@ def test_samplers_and_data_loaders_are_judged_by_other_states_alone(
 # --- healthy twins -------------------------------------------------------------------------------------------------
 
 
-class Lookahead(torch.optim.Optimizer):
+class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer around another one, whose state dict has no ``param_groups`` at its root."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
@@ -263,7 +263,7 @@ class Several(Lookahead):
         self.inner.load_state_dict(state[0])
 
 
-class Warmup(lr_scheduler.LRScheduler):
+class Warmup(lr_scheduler.LRScheduler):  # type: ignore[misc]
     """A scheduler with a state dict of its own."""
 
     def get_lr(self) -> list[float]:
