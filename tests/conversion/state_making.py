@@ -126,5 +126,5 @@ def of_trainer(root: Path, run: Trained, *, processes: int = 2) -> Path:
     (root / "trainer_state.json").write_text('{"global_step": 3}')
     for rank in range(processes):
         name = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
-        torch.save({"cpu": torch.arange(rank + 1)}, root / name)
+        torch.save({"python": [rank], "numpy": [rank], "cpu": torch.arange(rank + 1)}, root / name)
     return root
