@@ -1,35 +1,54 @@
-"""Calls of a pickle that ``torch.load(weights_only=True)`` cannot make, found without making any.
+"""Calls of a pickle that ``torch.load`` cannot make, found without making any.
 
 A changed byte can leave a pickle readable as opcodes, and turn a number of a call into a string, or drop an argument.
-A checksum shows that; legacy files have none, and torch can leave it out of a zip archive. There each call is
-compared with the parameters of the function that it names. A global outside of torch's list is another finding.
+No checksum shows that where the file has none, or was packed again. Each call of a function that torch allows by
+default is compared with the parameters of that function; a call of any other function is not judged.
 
 Facts from torch 2.13: ``torch/_weights_only_unpickler.py`` (what may be called, built and filled), ``torch/_utils.py``
 and ``torch/_tensor.py`` (parameters of ``_rebuild_*``), ``torch/serialization.py`` (``persistent_load``, the devices).
+Both unpicklers refuse what is refused here, with and without ``weights_only``, but for states and arguments of kinds
+that no pickler writes: there, one of them does.
 """
 
+import codecs
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import mul
+from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, every_node
+from ckptfix.formats.pickle_kinds import (
+    ITERABLE,
+    MAPPINGS,
+    OF_RESULTS,
+    count,
+    function_of,
+    is_hashable,
+    kind_of,
+    members,
+    noun,
+)
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
 from ckptfix.formats.torch_tensors import (
-    STORAGE_DTYPES,
     PickledStorage,
-    is_rebuild,
     read_storage,
     read_tensor,
 )
 
 _DEVICES = re.compile(
     r"(?:cpu|cuda|hip|mps|meta|xpu|hpu|mtia|maia|xla|lazy|ipu|ve|fpga|vulkan|opencl|opengl|ideep|mkldnn|privateuseone"
-    r"|npu|mlu|musa|gcu|sdaa|ort)(?::[0-9]+)?"
+    r"|npu|mlu|musa|gcu|sdaa|ort|neuron|openreg|spyre|tpu)(?::(?:0|[1-9][0-9]*))?"
 )
 """Places where a storage was: the device types of ``c10/core/DeviceType.h``, and known names of its private one."""
 
-_UNHASHABLE = frozenset({Kind.LIST, Kind.DICT, Kind.SET, Kind.BYTEARRAY})
-_UNHASHABLE_CALLS = frozenset(
+_LAYOUTS = frozenset(
+    f"torch.{name}"
+    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+) | {"torch._mkldnn"}
+_CALLED_STORAGES = frozenset({("torch.storage", "TypedStorage"), ("torch.storage", "UntypedStorage")})
+"""Classes of storages that torch calls; it replaces the others by an object that has a dtype and nothing else."""
+
+_FILLED_LATER = frozenset(
     {
         ("collections", "OrderedDict"),
         ("collections", "Counter"),
@@ -37,226 +56,575 @@ _UNHASHABLE_CALLS = frozenset(
         ("builtins", "bytearray"),
     }
 )
-_FILLED = frozenset({("collections", "OrderedDict"), ("collections", "Counter")})
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "C64", "C128"})
+"""Classes whose ``__new__`` takes any arguments and looks at none."""
+
+_WITH_GRADIENTS = frozenset(
+    f"{name}Storage" for name in ("Double", "Float", "Half", "BFloat16", "ComplexFloat", "ComplexDouble")
+)
+_MANY_DIMENSIONS = 65
+_LOOKS = 8
+"""Most looks at a member of an argument for each byte of the pickle, which only shared ones reach."""
+
+_FEW = 16
+_INT64 = 1 << 63
+_ENCODINGS = frozenset({"latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"})
+"""Encodings that are tried, those which picklers write: others take time that grows with the square of a text."""
+
+_MAX_WRAPPED = 8
+_REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_PARAMETER = ("torch._utils", "_rebuild_parameter")
+_REBUILD_V3 = ("torch._utils", "_rebuild_tensor_v3")
+_FROM_TYPE = ("torch._tensor", "_rebuild_from_type_v2")
+_ORDERED_DICT = ("collections", "OrderedDict")
 
 
-def ensure_calls(tree: PickleTree, known: Mapping[str, PickledStorage]) -> None:
-    """Raise FormatError where torch cannot make what a pickle says. ``known``: its storages."""
-    if tree.leftover:
-        raise FormatError("the pickle ends with values that belong to nothing, which no pickler leaves")
-    for node in tree.persistent:
-        _, storage = read_storage(node)
-        if not _DEVICES.fullmatch(storage.location):
-            raise FormatError(f"a storage was saved on {storage.location!r:.80}, which torch does not know")
-    for node in every_node(tree.root):
-        for key in (node.entries or ())[::2]:
-            if not _is_hashable(key):
-                raise FormatError("the pickle has a dict with a key that cannot be one")
-        if node.kind in CALLS:
-            problem = _call_problem(node, known)
-            if problem:
-                raise FormatError(f"the pickle calls {_name(node)} {problem}, so torch.load fails")
+class _Pickle(NamedTuple):
+    """The storages of a pickle by their keys, and ids of tuples that can be keys."""
+
+    known: Mapping[str, PickledStorage]
+    hashable: set[int]
 
 
-def _name(node: Node) -> str:
-    head = node.head
-    return ".".join(head.head) if type(head) is Node and head.kind is Kind.GLOBAL else "an object"
+def ensure_calls(
+    tree: PickleTree, known: Mapping[str, PickledStorage], *, has_checksum: bool = False
+) -> None:
+    """Raise FormatError where torch cannot make what a pickle says.
+
+    ``known``: its storages. ``has_checksum``: nothing is only suspicious, as whoever wrote the pickle wrote it so.
+    """
+    if not has_checksum:
+        if tree.leftover:
+            raise FormatError("the pickle ends with values that belong to nothing, which no pickler leaves")
+        for node in tree.persistent:
+            _, storage = read_storage(node)
+            if not _DEVICES.fullmatch(storage.location):
+                raise FormatError(
+                    f"a storage was saved on {storage.location!r:.80}, which torch does not know"
+                )
+    pickle = _Pickle(known, set())
+    if not all(is_hashable(key, pickle.hashable) for key in tree.keys):
+        raise FormatError("the pickle has a key that cannot be one, such as a list, so torch.load fails")
+    left = _LOOKS * len(tree.data)
+    for node in _unusual(tree):
+        left -= _weight(node.args)
+        if left < 0:
+            raise FormatError("calls of the pickle share long arguments, which no pickler leaves")
+        problem = _problem(node, pickle)
+        if problem:
+            raise FormatError(f"the pickle calls {_name(node.head)} {problem}, so torch.load fails")
 
 
-def _call_problem(node: Node, known: Mapping[str, PickledStorage]) -> str:
+def _unusual(tree: PickleTree) -> Sequence[Node]:
+    """Return the calls of a pickle without those that are right at first sight: tensors, parameters, their hooks.
+
+    Written flat, as a model has 100,000s of them: their rules would take two thirds of the time of reading the file,
+    and this takes a twentieth.
+    """
+    # All references to a global share its name, so that identity will do.
+    names = {name: name for name in tree.globals}
+    tensor, parameter, hooks = (
+        names.get(name, name) for name in (_REBUILD_V2, _REBUILD_PARAMETER, _ORDERED_DICT)
+    )
+    unusual: list[Node] = []
+    numbers: list[Any] = []
+    for node in tree.calls:
+        head, args = node.head, node.args
+        function = head.head if type(head) is Node else None
+        if node.kind is not Kind.CALL or node.states is not None or type(args) is not tuple:
+            pass
+        elif function is hooks:
+            if not args:
+                continue
+        elif function is tensor:
+            if len(args) == 6:
+                storage, offset, shape, stride, has_gradients, _ = args
+                if (
+                    has_gradients is False
+                    and type(storage) is Node
+                    and storage.kind is Kind.PERSISTENT
+                    and type(offset) is int
+                    and type(shape) is type(stride) is tuple
+                    and len(shape) == len(stride) < _MANY_DIMENSIONS
+                ):
+                    numbers += shape
+                    numbers += stride
+                    numbers.append(offset)
+                    try:
+                        end = offset + sum(map(mul, shape, stride)) - sum(stride)
+                    except TypeError:
+                        return tree.calls
+                    if end < storage.head[4]:
+                        continue
+        elif function is parameter and len(args) == 3:
+            data, has_gradients, _ = args
+            if (
+                type(data) is Node
+                and type(data.head) is Node
+                and data.head.head is tensor
+                and type(has_gradients) is bool
+                and _can_have_gradients(data)
+            ):
+                continue
+        unusual.append(node)
+    is_plain = {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
+    return unusual if is_plain else tree.calls
+
+
+def _weight(args: Any) -> int:
+    """Return how many members of its arguments the rule of a call looks at."""
+    if type(args) is not tuple:
+        return count(args)
+    parts = sum(map(count, args))
+    nested = sum(count(part) for arg in args if type(arg) is tuple and len(arg) < _FEW for part in arg)
+    return len(args) + parts + nested
+
+
+def _name(head: object) -> str:
+    if type(head) is Node and head.kind is Kind.GLOBAL:
+        return f"{'.'.join(head.head):.200}"
+    return noun(kind_of(head))
+
+
+def _problem(node: Node, pickle: _Pickle, depth: int = 0) -> str:
     """Return what is wrong with a call, in words that follow its name; "" for one that torch can make."""
-    head, args = node.head, node.args
-    if type(head) is not Node or head.kind is not Kind.GLOBAL:
-        return "by its value"
-    function: tuple[str, str] = head.head
-    module, name = function
-    is_class = name.endswith("Storage") or (module == "torch" and name.islower() and name != "device")
-    if is_class and module in (
-        "torch",
-        "torch.cuda",
-        "torch.storage",
-    ):  # storages, dtypes, kinds of quantization
-        return "which is not a function"
-    if node.states and function in _RULES and function not in _FILLED and not is_rebuild(*function):
-        return "and gives it a state"
-    if function in _FILLED:
-        if any(type(state) is not Node or state.kind is not Kind.DICT for state in node.states or ()):
-            return "and gives it a state that is not a dict"
-        if node.kind is Kind.NEW:
-            return "" if args == () else "with arguments"
+    function, args = function_of(node.head), node.args
+    if function is None:
+        return "as a function, which it is not" if kind_of(node.head) else ""
+    name = function[1]
+    is_storage = name.endswith("Storage") and function not in _CALLED_STORAGES
+    if is_storage or kind_of(node.head) != "function or class":
+        return "as a function, which it is not"
+    if node.states and (problem := _problem_of_states(function, node.states)):
+        return problem
+    if node.kind is Kind.NEW_EX:
+        return ""
+    if node.kind is Kind.NEW and (name.startswith("_") or name == "encode"):
+        return "as a class, which it is not"
+    if type(args) is not tuple:
+        if kind_of(args) != "torch.Size":
+            return "with arguments that are not a tuple" if kind_of(args) else ""
+        args = members(args)
+    if name.endswith("Tensor"):
+        return _problem_of_class(args, is_sparse="sparse" in function[0])
     rule = _RULES.get(function)
-    if rule is None:
+    if rule is None or (node.kind is Kind.NEW and function in _FILLED_LATER):
         return ""
-    if node.kind is not Kind.CALL or type(args) is not tuple:
-        return "in a way that no torch writes"
-    return rule(args, known)
+    most = len(rule.parameters)
+    if not rule.least <= len(args) <= most:
+        expected = f"{most}" if rule.least == most else f"{rule.least} to {most}"
+        return f"with {len(args)} argument{'' if len(args) == 1 else 's'} (expected {expected})"
+    # A class of the user's can take any state.
+    judged = args[:3] if function == _FROM_TYPE and not kind_of(args[1]) else args
+    for number, (value, parameter) in enumerate(zip(judged, rule.parameters, strict=False), 1):
+        kind = kind_of(value)
+        is_right = parameter.kinds is None or kind in parameter.kinds
+        if kind and not (is_right and (parameter.accepts is None or parameter.accepts(value))):
+            return f"with a wrong argument {number} (expected {parameter.words}, found {noun(kind)})"
+    if function == _FROM_TYPE and depth < _MAX_WRAPPED:
+        problem = _problem(Node(Kind.CALL, args[0], args[2]), pickle, depth + 1)
+        return problem and f"for a call of {_name(args[0])} {problem}"
+    return rule.problem(args, pickle) if rule.problem is not None else ""
 
 
-def _is_hashable(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_hashable, value))
-    if type(value) is not Node:
-        return True
-    head = value.head
-    if value.kind in CALLS and type(head) is Node and head.kind is Kind.GLOBAL:
-        return head.head not in _UNHASHABLE_CALLS
-    return value.kind not in _UNHASHABLE
-
-
-_Rule = Callable[[tuple[Any, ...], Mapping[str, PickledStorage]], str]
-
-
-def _counted(least: int, most: int | None = None) -> _Rule:
-    most = least if most is None else most
-    expected = str(least) if most == least else f"{least} to {most}"
-
-    def rule(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-        is_right = least <= len(args) <= most
-        return "" if is_right else f"with {len(args)} arguments (expected {expected})"
-
-    return rule
-
-
-def _is_sized(value: Any) -> bool:
-    """Return whether a value is a tuple or a ``torch.Size`` of numbers from 0."""
-    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
-        value = value.args[0] if type(value.head) is Node and value.head.is_global("torch", "Size") else None
-    return type(value) is tuple and all(type(number) is int and number >= 0 for number in value)
-
-
-def _tensor(least: int, dtype_at: int | None = None) -> _Rule:
-    """Return the rule of a function that makes a tensor of a storage; its last parameter may be left out."""
-    most = least if least == 4 else least + 1
-
-    def rule(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-        if problem := _counted(least, most)(args, known):
-            return problem
-        storage, offset, shape, stride = args[:4]
-        if type(storage) is not Node or storage.kind is not Kind.PERSISTENT:
-            return "without a storage"
-        if type(offset) is not int or offset < 0 or not _is_sized(shape) or not _is_sized(stride):
-            return "with an offset, a shape or strides that are not numbers"
-        if least == 4:
-            return ""
-        requires_grad, hooks = args[4:6]
-        if type(requires_grad) is not bool:
-            return "with a flag for gradients that is not a flag"
-        if hooks is not None and (type(hooks) is not Node or hooks.kind not in (Kind.CALL, Kind.DICT)):
-            return "with hooks that are not a dict"
-        if dtype_at is not None and (
-            type(args[dtype_at]) is not Node or args[dtype_at].kind is not Kind.GLOBAL
-        ):
-            return "with a dtype that is not a dtype"
-        dtype = STORAGE_DTYPES.get(known[storage.head[2].value].type) if dtype_at is None else None
-        if requires_grad and dtype is not None and dtype not in _FLOATS:
-            return f"for gradients of integers ({dtype})"
-        metadata = args[least] if len(args) > least else None
-        if metadata is not None and not _is_of_flags(metadata):
-            return "with metadata that are not flags"
-        if metadata is None and dtype is not None:
-            call = Node(Kind.CALL, Node(Kind.GLOBAL, ("torch._utils", "_rebuild_tensor_v2")), args)
-            if read_tensor(Text("", 0, 0), call, known) is None:
-                return "with a shape that does not fit its strides"
-        return ""
-
-    return rule
-
-
-def _is_of_flags(value: Any) -> bool:
-    entries = value.entries or [] if type(value) is Node and value.kind is Kind.DICT else [None]
-    return all(type(key) is Text for key in entries[::2]) and all(
-        type(flag) is bool for flag in entries[1::2]
-    )
-
-
-def _parameter(count: int) -> _Rule:
-    def rule(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-        if problem := _counted(count)(args, known):
-            return problem
-        if type(args[0]) is not Node or args[0].kind is not Kind.CALL:
-            return "without a tensor"
-        return "" if type(args[1]) is bool else "with a flag for gradients that is not a flag"
-
-    return rule
-
-
-def _from_type(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    if len(args) != 4:
-        return _counted(4)(args, known)
-    function, cls, inner, _ = args
-    if type(cls) is not Node or cls.kind is not Kind.GLOBAL:
-        return "without a class"
-    problem = _call_problem(Node(Kind.CALL, function, inner), known)
-    return f"for a call {problem}" if problem else ""
-
-
-def _ordered(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    if not args:
-        return ""
-    source = args[0]
-    if len(args) > 1 or type(source) is not Node or source.kind not in (Kind.LIST, Kind.DICT):
-        return "with something else than pairs"
-    pairs = [
-        item.items if type(item) is Node and item.kind is Kind.LIST else item for item in source.items or ()
-    ]
-    is_right = all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and _is_hashable(pair[0]) for pair in pairs
-    )
-    return "" if is_right else "with something else than pairs"
-
-
-def _numbers(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    return "" if len(args) == 1 and _is_sized(args[0]) else "with something else than sizes"
-
-
-def _device(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    is_named = len(args) in (1, 2) and type(args[0]) is Text and _DEVICES.fullmatch(args[0].value)
-    return "" if is_named and all(type(index) is int for index in args[1:]) else "for an unknown device"
-
-
-def _set(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    source = args[0] if len(args) == 1 else None
-    items = source.items or [] if type(source) is Node and source.kind is Kind.LIST else source
-    is_right = isinstance(items, list | tuple) and all(map(_is_hashable, items))
-    return "" if is_right or not args else "with something else than a list"
-
-
-def _encode(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    if len(args) != 2 or not all(type(arg) is Text for arg in args):
-        return "with something else than two strings"
-    try:
-        args[0].value.encode(args[1].value)
-    except (LookupError, ValueError):
-        return "for characters that have no byte"
+def _problem_of_states(function: tuple[str, str], states: list[Any]) -> str:
+    kinds = {kind_of(state) for state in states} - {""}
+    if function == _ORDERED_DICT:
+        return "" if kinds <= MAPPINGS else "and gives it a state that is not a dict"
+    if function == ("collections", "Counter"):
+        is_right = kinds <= MAPPINGS | {"None", "tuple"}
+        return "" if is_right else "and gives it a state that is not a dict"
+    if function in OF_RESULTS:
+        return "" if kinds <= {"None"} else "and gives it a state, which it cannot have"
+    if function[1] == "Parameter" or function[1].endswith("Tensor"):
+        # As torch wrote tensors before 0.4: made empty, and filled by their state.
+        is_right = kinds <= {"tuple", "list"} and all(3 <= len(members(state)) <= 5 for state in states)
+        return "" if is_right else "and gives it a state that is not one of a tensor"
     return ""
 
 
-def _complex(args: tuple[Any, ...], known: Mapping[str, PickledStorage]) -> str:
-    is_right = 1 <= len(args) <= 2 and all(type(arg) in (int, float) for arg in args)
-    return "" if is_right else "with something else than numbers"
+def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
+    """Compare the arguments of a class of tensors, as torch wrote some before 0.4, with sizes and data."""
+    kinds = [kind_of(value) for value in args]
+    data = {"torch.Size"} if is_sparse else {"tuple", "list", "torch.Size", "tensor", "storage", "bytearray"}
+    is_sized = all(kind == "int" and 0 <= value < _INT64 for kind, value in zip(kinds, args, strict=True))
+    is_right = is_sized or "" in kinds or (len(args) == 1 and kinds[0] in data)
+    return "" if is_right else "with something else than sizes or data"
 
+
+class _Parameter(NamedTuple):
+    """A parameter in words, the kinds that fit it (None: all), and what a value of these must be."""
+
+    words: str
+    kinds: Collection[str] | None
+    accepts: Callable[[Any], bool] | None = None
+
+
+class _Rule(NamedTuple):
+    """The parameters of a function, how many of them must be there, and what is wrong with them together."""
+
+    parameters: tuple[_Parameter, ...]
+    least: int
+    problem: Callable[[tuple[Any, ...], _Pickle], str] | None = None
+
+
+def _are_numbers(value: Any) -> bool:
+    """Return whether a value can be strides: numbers, or nothing for those of a contiguous tensor."""
+    return value is None or kind_of(value) == "torch.Size" or _are_of_kinds(value, "int")
+
+
+def _are_sizes(value: Any) -> bool:
+    return _are_numbers(value) and all(type(size) is not int or size >= 0 for size in members(value))
+
+
+def _are_of_kinds(value: Any, *kinds: str) -> bool:
+    return {kind_of(member) for member in members(value)} <= {"", *kinds}
+
+
+def _make_a_size(value: Any) -> bool:
+    # The numbers in a tensor or a storage are not read.
+    is_opaque = kind_of(value) in ("bytes", "bytearray", "tensor", "storage")
+    return is_opaque or _are_of_kinds(value, "int", "bool", "tensor")
+
+
+def _is_empty(value: Any) -> bool:
+    if kind_of(value) in ITERABLE:
+        return not members(value)
+    return value is None or (type(value) in (int, bool) and not value)
+
+
+def _are_flags(value: Any) -> bool:
+    """Return whether ``torch._utils.set_tensor_metadata`` takes a value."""
+    if _is_empty(value):
+        return True
+    flags = (value.entries or ())[1::2] if type(value) is Node else ()
+    is_dict = kind_of(value) in MAPPINGS and _are_of_kinds(value, "str")
+    return is_dict and {kind_of(flag) for flag in flags} <= {"", "bool", "int"}
+
+
+def _are_attributes(value: Any) -> bool:
+    """Return whether ``torch._utils._set_obj_state`` takes a state."""
+    parts = value if type(value) is tuple else (value,)
+    if type(value) is tuple and len(value) != 2:
+        return False
+    return all(
+        not kind_of(part) or _is_empty(part) or (kind_of(part) in MAPPINGS and _are_of_kinds(part, "str"))
+        for part in parts
+    )
+
+
+def _are_pairs(value: Any) -> bool:
+    kinds = [] if kind_of(value) in MAPPINGS else [(kind_of(pair), pair) for pair in members(value)]
+    return all(not kind or (kind in ITERABLE and count(pair) == 2) for kind, pair in kinds)
+
+
+def _make_bytes(value: Any) -> bool:
+    """Return whether ``bytearray`` takes a value."""
+    kind = kind_of(value)
+    if kind in ("int", "bool"):
+        return bool(0 <= value < _INT64)
+    if kind in ("bytes", "bytearray", "str", "storage", "tensor"):
+        return True
+    numbers = [member for member in members(value) if kind_of(member) not in ("", "tensor")]
+    return all(type(number) in (int, bool) and 0 <= number < 256 for number in numbers)
+
+
+def _is_quantizer(value: Any) -> bool:
+    """Return whether a value describes a quantized tensor as ``torch._utils._rebuild_qtensor`` takes it."""
+    scheme, *numbers = members(value) or (None,)
+    kinds = [kind_of(number) for number in numbers]
+    match scheme.head[1] if type(scheme) is Node and kind_of(scheme) == "torch.qscheme" else "":
+        case "per_tensor_affine":
+            return len(kinds) == 2 and kinds[0] in ("", "float", "int") and kinds[1] in ("", "int")
+        case "per_channel_affine" | "per_channel_affine_float_qparams":
+            return len(kinds) == 3 and {*kinds[:2]} <= {"", "tensor", "list"} and kinds[2] in ("", "int")
+        case _:
+            return not kind_of(scheme)
+
+
+def _is_class_of_tensors(value: Any) -> bool:
+    return function_of(value) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+
+
+def _is_plain_dtype(value: Any) -> bool:
+    return value is None or not value.head[1].startswith(("qint", "quint"))
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is not Text or _DEVICES.fullmatch(value.value) is not None
+
+
+def _is_layout(value: Any) -> bool:
+    return type(value) is Text and value.value in _LAYOUTS
+
+
+_STORAGE = _Parameter("a storage", ("storage",))
+_OFFSET = _Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
+_SIZES = _Parameter("a tuple of numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
+_STRIDES = _Parameter("a tuple of numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
+_FLAG = _Parameter("a bool", ("bool",))
+_FLAG_OR_NONE = _Parameter("a bool", ("bool", "None"))
+_DTYPE = _Parameter("a torch.dtype", ("torch.dtype", "None"))
+_PLAIN_DTYPE = _Parameter("a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype)
+_TENSOR = _Parameter("a tensor", ("tensor",))
+_TENSOR_OR_NONE = _Parameter("a tensor", ("tensor", "None"))
+_LAYOUT = _Parameter("a torch.layout", ("torch.layout",))
+_DEVICE = _Parameter("a device that torch knows", ("torch.device", "str", "None"), _is_device)
+_METADATA = _Parameter("a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags)
+_ATTRIBUTES = _Parameter(
+    "a dict of attributes", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_attributes
+)
+_HOOKS = _Parameter("anything", None)
+
+
+def _can_have_gradients(tensor: Any) -> bool:
+    """Return whether a tensor, as far as it shows, is one of floats."""
+    if type(tensor) is not Node or type(tensor.head) is not Node or tensor.head.head != _REBUILD_V2:
+        return True
+    storage = tensor.args[0] if type(tensor.args) is tuple and tensor.args else None
+    if type(storage) is not Node or storage.kind is not Kind.PERSISTENT:
+        return True
+    # read_storage has checked the form of the persistent id.
+    return storage.head[1].head[1] in _WITH_GRADIENTS
+
+
+def _is_of_floats(dtype: Any) -> bool:
+    # None is the default dtype of torch.
+    return type(dtype) is not Node or dtype.head[1].startswith(("float", "bfloat", "complex"))
+
+
+def _problem_of_metadata(metadata: Any, is_complex: bool) -> str:
+    if is_complex or type(metadata) is not Node:
+        return ""
+    is_conjugated = any(type(flag) is Text and flag.value == "conj" for flag in members(metadata))
+    return "to conjugate numbers that are not complex" if is_conjugated else ""
+
+
+def _problem_of_sizes(shape: Any, stride: Any) -> str:
+    sizes, strides = len(members(shape)), len(members(stride))
+    return "" if sizes == strides else f"with {sizes} sizes and {strides} strides"
+
+
+def _of_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    """Compare the parameters of a plain tensor with its storage.
+
+    Raises FormatError, as ``read_tensor`` does, where the tensor reaches out of the storage.
+    """
+    call = Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V2), args)
+    if len(args) > 4 and args[4] is True and not _can_have_gradients(call):
+        return "for gradients of integers"
+    # Without strides the tensor is contiguous.
+    problem = _problem_of_sizes(*args[2:4]) if not _is_empty(args[3]) else ""
+    if not problem and kind_of(args[0]) == "storage":
+        is_complex = args[0].head[1].head[1].startswith("Complex")
+        problem = _problem_of_metadata(args[6] if len(args) > 6 else None, is_complex)
+        # Metadata do not change where the numbers are.
+        read_tensor(Text("", 0, 0), Node(Kind.CALL, call.head, args[:6]), pickle.known)
+    return problem
+
+
+def _of_tensor_v3(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    dtype = args[6].head[1] if type(args[6]) is Node else ""
+    if args[4] is True:
+        # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that requires grad".
+        return f"for a tensor of {dtype} with gradients"
+    problem = _problem_of_sizes(*args[2:4]) if not _is_empty(args[3]) else ""
+    if not problem:
+        problem = _problem_of_metadata(args[7] if len(args) > 7 else None, dtype.startswith("complex"))
+        read_tensor(Text("", 0, 0), Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V3), args[:7]), pickle.known)
+    return problem
+
+
+def _of_quantized_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    storage, offset, shape, stride, _, has_gradients, _ = args
+    if has_gradients is True:
+        return "for gradients of integers"
+    if type(storage) is Node and storage.kind is Kind.PERSISTENT:
+        # read_storage has checked the form of the persistent id.
+        _, cls, _, _, numel = storage.head[:5]
+        if not cls.head[1].startswith("Q"):
+            return "for numbers that are not quantized"
+        # Types below a byte keep several numbers in one of their storage.
+        is_packed = cls.head[1] in ("QUInt4x2Storage", "QUInt2x4Storage")
+        is_plain = type(shape) is type(stride) is tuple and len(shape) == len(stride) and 0 not in shape
+        if is_plain and not is_packed and offset + sum(map(mul, shape, stride)) - sum(stride) >= numel:
+            return "for more numbers than its storage has"
+    return _problem_of_sizes(shape, stride)
+
+
+def _of_parameter(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    has_gradients = args[1] if len(args) > 1 else bool(args)
+    is_right = has_gradients is not True or _can_have_gradients(args[0])
+    return "" if is_right else "for gradients of integers"
+
+
+def _of_meta_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    dtype, shape, stride, has_gradients = args
+    if has_gradients is True and not _is_of_floats(dtype):
+        return "for gradients of integers"
+    return _problem_of_sizes(shape, stride)
+
+
+def _of_device_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    return "for gradients of integers" if args[3] is True and not _is_of_floats(args[1]) else ""
+
+
+def _of_sparse_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    layout, data = args[0], members(args[1])
+    name = layout.args[0] if type(layout) is Node and type(layout.args) is tuple and layout.args else None
+    if type(name) is not Text:
+        return ""
+    if not name.value.startswith("torch.sparse_"):
+        return f"for the layout {name.value:.40}, which is not sparse"
+    is_coo = name.value == "torch.sparse_coo"
+    kinds = {kind_of(part) for part in data[: 2 if is_coo else 3]}
+    is_right = len(data) in ((3, 4) if is_coo else (4,)) and kinds <= {"", "tensor"}
+    return "" if is_right else "with something else than the tensors of its layout"
+
+
+def _of_nested_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    for number, (tensor, dimensions) in enumerate(zip(args, (1, 2, 2, None), strict=True), 1):
+        if type(tensor) is not Node or type(tensor.head) is not Node or tensor.head.head != _REBUILD_V2:
+            # A parameter has gradients, which the numbers of sizes cannot have.
+            if kind_of(tensor) == "tensor" and function_of(tensor.head) == _REBUILD_PARAMETER:
+                return f"with a parameter as argument {number}"
+            continue
+        storage, _, shape, *_ = tensor.args
+        is_of_sizes = storage.head[1].head[1] == "LongStorage"
+        if (number > 1 and not is_of_sizes) or (dimensions and len(members(shape)) != dimensions):
+            return f"with a tensor of a wrong form as argument {number}"
+    return ""
+
+
+def _of_encoded(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    """Say why a text cannot be encoded; rare encodings, and what handles errors, are not tried."""
+    encoding = args[1].value if len(args) > 1 and type(args[1]) is Text else "utf-8"
+    try:
+        codecs.lookup(encoding)
+        if encoding in _ENCODINGS and len(args) < 3 and type(args[0]) is Text:
+            args[0].value.encode(encoding)
+    except LookupError:
+        return f"for the unknown encoding {encoding!r:.40}"
+    except ValueError:
+        return f"for characters that have no byte in {encoding!r:.40}"
+    return ""
+
+
+def _of_members(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    values = members(args[0]) if args and kind_of(args[0]) in ITERABLE else ()
+    is_right = all(is_hashable(value, pickle.hashable) for value in values)
+    return "" if is_right else "with a member that cannot be one, such as a list"
+
+
+def _of_pairs(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    pairs = members(args[0]) if args and kind_of(args[0]) not in MAPPINGS else ()
+    keys = [members(pair)[0] for pair in pairs if kind_of(pair) in ("tuple", "list")]
+    is_right = all(is_hashable(key, pickle.hashable) for key in keys)
+    return "" if is_right else "with a key that cannot be one, such as a list"
+
+
+def _of_bytearray(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    kind = kind_of(args[0]) if args else ""
+    if kind and (kind == "str") != (len(args) > 1):
+        return "for a str without an encoding" if kind == "str" else "with an encoding of something else"
+    return _of_encoded(args, pickle) if len(args) > 1 else ""
+
+
+def _of_complex(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    if not args or type(args[0]) is not Text:
+        return ""
+    try:
+        complex(args[0].value)
+    except ValueError:
+        return "for a str that is not a number"
+    return "for a str and a number" if len(args) > 1 else ""
+
+
+def _of_device(args: tuple[Any, ...], pickle: _Pickle) -> str:
+    name, index = args if len(args) == 2 else (args[0], None)
+    if len(args) == 2 and kind_of(name) in ("int", "torch.device"):
+        return f"with a wrong argument 1 (expected a str, found {noun(kind_of(name))})"
+    is_indexed = type(name) is Text and ":" in name.value
+    is_wrong = type(index) is int and (is_indexed or not 0 <= index < _INT64)
+    return "with an index that is not one" if is_wrong else ""
+
+
+_TEXT = _Parameter("a str", ("str",))
+_NUMBER = _Parameter("a number", ("int", "float", "bool", "complex"))
+_MADE_OF = ("None", "tensor", "storage", *ITERABLE)
+_TENSOR_PARAMETERS = (_STORAGE, _OFFSET, _SIZES, _STRIDES, _FLAG, _HOOKS)
+_PARAMETER_PARAMETERS = (_TENSOR_OR_NONE, _FLAG, _HOOKS)
+_DEVICE_PARAMETERS = (_PLAIN_DTYPE, _DEVICE, _FLAG)
 
 _RULES: dict[tuple[str, str], _Rule] = {
-    ("collections", "OrderedDict"): _ordered,
-    ("collections", "Counter"): _counted(0, 1),
-    ("builtins", "set"): _set,
-    ("__builtin__", "set"): _set,
-    ("builtins", "complex"): _complex,
-    ("__builtin__", "complex"): _complex,
-    ("_codecs", "encode"): _encode,
-    ("torch", "Size"): _numbers,
-    ("torch", "device"): _device,
-    ("torch._utils", "_rebuild_tensor"): _tensor(4),
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor(6),
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor(7, dtype_at=6),
-    ("torch._utils", "_rebuild_parameter"): _parameter(3),
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter(4),
-    ("torch._utils", "_rebuild_qtensor"): _counted(7),
-    ("torch._utils", "_rebuild_sparse_tensor"): _counted(2),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _counted(4),
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _counted(4),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _counted(4),
-    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+    ("collections", "OrderedDict"): _Rule((_Parameter("pairs", ITERABLE, _are_pairs),), 0, _of_pairs),
+    ("collections", "Counter"): _Rule((_Parameter("what can be counted", _MADE_OF),), 0, _of_members),
+    ("builtins", "set"): _Rule((_Parameter("what can be in a set", _MADE_OF[1:]),), 0, _of_members),
+    ("builtins", "bytearray"): _Rule(
+        (
+            _Parameter("bytes", ("int", "bool", *_MADE_OF[1:]), _make_bytes),
+            _Parameter("an encoding", ("str",)),
+            _TEXT,
+        ),
+        0,
+        _of_bytearray,
+    ),
+    ("builtins", "complex"): _Rule(
+        (_Parameter("a number", ("int", "float", "bool", "complex", "str")), _NUMBER), 0, _of_complex
+    ),
+    ("_codecs", "encode"): _Rule((_TEXT, _TEXT, _TEXT), 1, _of_encoded),
+    ("torch", "Size"): _Rule((_Parameter("numbers", _MADE_OF[1:], _make_a_size),), 0),
+    ("torch", "device"): _Rule(
+        (
+            _Parameter("a device that torch knows", ("str", "torch.device", "int"), _is_device),
+            _Parameter("an index", ("int", "None")),
+        ),
+        1,
+        _of_device,
+    ),
+    ("torch.serialization", "_get_layout"): _Rule(
+        (_Parameter("the name of a layout", ("str",), _is_layout),), 1
+    ),
+    ("torch.nn.parameter", "Parameter"): _Rule((_TENSOR_OR_NONE, _FLAG), 0, _of_parameter),
+    ("torch._utils", "_rebuild_tensor"): _Rule(_TENSOR_PARAMETERS[:4], 4, _of_tensor),
+    _REBUILD_V2: _Rule((*_TENSOR_PARAMETERS, _METADATA), 6, _of_tensor),
+    _REBUILD_V3: _Rule((*_TENSOR_PARAMETERS[:4], _FLAG_OR_NONE, _HOOKS, _DTYPE, _METADATA), 7, _of_tensor_v3),
+    _REBUILD_PARAMETER: _Rule(_PARAMETER_PARAMETERS, 3, _of_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Rule(
+        (*_PARAMETER_PARAMETERS, _ATTRIBUTES), 4, _of_parameter
+    ),
+    ("torch._utils", "_rebuild_qtensor"): _Rule(
+        (
+            *(_STORAGE, _OFFSET, _SIZES, _SIZES),
+            _Parameter("a scheme of quantization with its numbers", ("tuple", "list"), _is_quantizer),
+            *(_FLAG, _HOOKS),
+        ),
+        7,
+        _of_quantized_tensor,
+    ),
+    ("torch._utils", "_rebuild_sparse_tensor"): _Rule(
+        (_LAYOUT, _Parameter("a tuple of tensors", ("tuple", "list"))), 2, _of_sparse_tensor
+    ),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _Rule(
+        (_PLAIN_DTYPE, _SIZES, _SIZES, _FLAG_OR_NONE), 4, _of_meta_tensor
+    ),
+    ("torch._utils", "_rebuild_nested_tensor"): _Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
+    ("torch._utils", "_rebuild_wrapper_subclass"): _Rule(
+        (_Parameter("a class of its own", ()), _DTYPE, _SIZES, _STRIDES, _HOOKS, _LAYOUT, _DEVICE, _FLAG), 8
+    ),
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _Rule(
+        (_Parameter("an array of numpy", ()), *_DEVICE_PARAMETERS), 4, _of_device_tensor
+    ),
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _Rule(
+        (_TENSOR, *_DEVICE_PARAMETERS), 4, _of_device_tensor
+    ),
+    _FROM_TYPE: _Rule(
+        (
+            _Parameter("a function", ("function or class",)),
+            _Parameter("a class of tensors", ("function or class",), _is_class_of_tensors),
+            _Parameter("a tuple", ("tuple", "list", "torch.Size")),
+            _ATTRIBUTES,
+        ),
+        4,
+    ),
 }
-"""Each function that weights_only calls by default -> what its arguments must be; only those that torch writes."""
+"""Each function that weights_only calls by default -> its parameters."""

@@ -8,8 +8,9 @@ stack and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py`
 import codecs
 import pickletools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from struct import unpack_from
+from types import NoneType
 from typing import Any
 
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
@@ -29,6 +30,8 @@ MAX_GLOBALS = 10_000
 
 MAX_GLOBAL_NAME = 1024
 """Longest name of a global, in characters, with its module."""
+
+_PLAIN_KEYS = frozenset({Text, int, float, bool, NoneType, bytes})
 
 MISSING = object()
 """The value of an entry of the memo before it is written."""
@@ -56,6 +59,8 @@ class Machine:
         self.refused_targets: set[str] = set()
         self.built: set[tuple[str, str]] = set()
         self.containers = 0
+        self.calls: list[Node] = []
+        self.keys: list[Any] = []
 
     def step(self) -> None:
         """Run the opcode at the present position."""
@@ -64,6 +69,16 @@ class Machine:
         if handler is None:
             raise self.truncated() if position >= len(self.data) else self.malformed("is unknown")
         handler(self)
+
+    def call(self, kind: Kind, head: Any, args: Any) -> Node:
+        """Return the node of a call, and note it."""
+        node = Node(kind, head, args)
+        self.calls.append(node)
+        return node
+
+    def note_keys(self, keys: Iterable[Any]) -> None:
+        """Note keys or members of which it does not go without saying that they can be some."""
+        self.keys += [key for key in keys if type(key) not in _PLAIN_KEYS]
 
     def recall(self, index: int) -> Any:
         """Return the value of an entry of the memo. Raises KeyError or IndexError when that was never written."""
@@ -103,6 +118,8 @@ class Machine:
             ),
             built=frozenset(self.built),
             leftover=bool(self.stack or self.meta),
+            calls=tuple(self.calls),
+            keys=tuple(self.keys),
             last_memo=max(self.memo, default=0) if type(self.memo) is dict else 0,
         )
 
@@ -332,6 +349,8 @@ def _filled(kind: Kind) -> Callable[[Machine], None]:
             _add_entries(machine, node, items)
         else:
             node.items = items
+            if kind is Kind.FROZENSET:
+                machine.note_keys(items)
         machine.stack.append(node)
         machine.position += 1
 
@@ -341,6 +360,7 @@ def _filled(kind: Kind) -> Callable[[Machine], None]:
 def _add_entries(machine: Machine, node: Node, entries: list[Any]) -> None:
     if len(entries) % 2:
         raise machine.malformed("sets a key without a value")
+    machine.note_keys(entries[::2])
     if node.entries is None:
         node.entries = entries
     else:
@@ -423,27 +443,27 @@ def _tuple3(machine: Machine) -> None:
 
 def _newobj(machine: Machine) -> None:
     args = machine.stack.pop()
-    machine.stack[-1] = Node(Kind.NEW, machine.stack[-1], args)
+    machine.stack[-1] = machine.call(Kind.NEW, machine.stack[-1], args)
     machine.position += 1
 
 
 def _newobj_ex(machine: Machine) -> None:
     keywords = machine.stack.pop()
     args = machine.stack.pop()
-    machine.stack[-1] = Node(Kind.NEW_EX, machine.stack[-1], (args, keywords))
+    machine.stack[-1] = machine.call(Kind.NEW_EX, machine.stack[-1], (args, keywords))
     machine.position += 1
 
 
 def _obj(machine: Machine) -> None:
     head, *args = machine.pop_mark()
-    machine.stack.append(Node(Kind.CALL, head, tuple(args)))
+    machine.stack.append(machine.call(Kind.CALL, head, tuple(args)))
     machine.position += 1
 
 
 def _inst(machine: Machine) -> None:
     head = _read_global(machine)
     args = tuple(machine.pop_mark())
-    machine.stack.append(Node(Kind.CALL, head, args))
+    machine.stack.append(machine.call(Kind.CALL, head, args))
 
 
 def _global_line(machine: Machine) -> None:

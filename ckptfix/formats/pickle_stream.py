@@ -94,7 +94,7 @@ def _run(machine: Machine) -> None:
     follows most values handled along with the value: this loop is nearly the whole cost of reading 100,000 tensors.
     """
     b = machine.data + PADDING
-    memo, texts, persistent = machine.memo, machine.texts, machine.persistent
+    memo, texts, persistent, add_call = machine.memo, machine.texts, machine.persistent, machine.calls.append
     u32, from_bytes, size = Struct("<I").unpack_from, int.from_bytes, len(machine.data)
     new_text, add_text, call, persistent_id = tuple.__new__, texts.append, Kind.CALL, Kind.PERSISTENT
     meta, stack = machine.meta, machine.stack
@@ -181,6 +181,7 @@ def _run(machine: Machine) -> None:
                     elif c == 0x52:  # REDUCE
                         x = stack.pop()
                         x = stack[-1] = Node(call, stack[-1], x)
+                        add_call(x)
                         i += 1
                     elif c == 0x89:  # NEWFALSE
                         push(False)

@@ -89,7 +89,8 @@ class PickleTree:
     FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
     ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
     ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``: values stay on the stack
-    after STOP. ``last_memo``: the highest entry of the memo, 0 for one without gaps.
+    after STOP. ``calls``: every call, in stream order. ``keys``: keys and members that are neither strings nor numbers.
+    ``last_memo``: the highest entry of the memo, 0 for one without gaps.
     """
 
     root: Any = field(repr=False)
@@ -104,6 +105,8 @@ class PickleTree:
     refused_opcodes: tuple[str, ...]
     built: frozenset[tuple[str, str]]
     leftover: bool
+    calls: tuple[Node, ...] = field(repr=False)
+    keys: tuple[Any, ...] = field(repr=False)
     last_memo: int = 0
 
 

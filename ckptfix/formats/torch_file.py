@@ -431,11 +431,13 @@ def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
         )
     for name, read in ((".storage_alignment", int), (".data/serialization_id", bytes.decode)):
         record = records.get(f"{root}/{name}")
-        if record is not None and not record.crc:  # else its checksum tells
+        if record is not None:
             text = torch_zip.read_record(reader, record)
             try:
                 read(text)
             except ValueError:
+                if torch_zip.fails_its_crc(record, text):
+                    continue
                 raise FormatError(f"the record {name} is {text[:16]!r}, which torch.load refuses") from None
 
 
@@ -449,10 +451,15 @@ def _read_zip(reader: FileReader) -> TorchFile:
         raise FormatError(
             f"the zip record {outside[0]!r:.80} is not in {archive.root}/, so torch.load refuses it"
         )
-    tree = parse(torch_zip.read_record(reader, archive.pickle))
+    data = torch_zip.read_record(reader, archive.pickle)
+    tree = parse(data)
     known = storages(tree)
-    if not archive.pickle.crc:  # a checksum that fits proves the pickle, for less than this walk takes
-        ensure_calls(tree, known)
+    try:
+        ensure_calls(tree, known, has_checksum=bool(archive.pickle.crc))
+    except FormatError:
+        # Its wrong checksum is the better finding: it says that these bytes changed.
+        if not torch_zip.fails_its_crc(archive.pickle, data):
+            raise
     if any(len(node.head) != 5 for node in tree.persistent):
         raise FormatError("a storage of the torch zip file is named as those of legacy files are")
     if known and archive.big_endian:

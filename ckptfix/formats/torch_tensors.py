@@ -142,6 +142,10 @@ def read_storage(node: Node) -> tuple[str, PickledStorage]:
                 values = (name, location[0], numel, numel * size)
                 storage: PickledStorage = tuple.__new__(PickledStorage, values)  # as in read_tensor
                 return key[0], storage
+        if type(key) is int and len(pid) == 5 and 0 <= key < _MANY:
+            # torch names the record of a zip file after the key, whatever its type.
+            node.head = (*pid[:2], Text(str(key), 0, 0), *pid[3:])
+            return read_storage(node)
     raise FormatError("the pickle holds a persistent id that is not a storage of torch's")
 
 
@@ -232,11 +236,12 @@ def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> P
     ):
         if all(type(number) is int for number in (offset, *shape, *stride)) and (
             min(offset, *shape, 0) < 0
-            or dimensions != len(stride)
-            # torch ignores the stride of a dimension of length 1, and all strides of an empty tensor.
+            or (stride and dimensions != len(stride))
+            # Without strides torch makes a contiguous tensor, which no pickler leaves to it.
+            # It ignores the stride of a dimension of length 1, and all strides of an empty tensor.
             or (
                 0 not in shape
-                and any(step < 0 and length > 1 for length, step in zip(shape, stride, strict=True))
+                and any(step < 0 and length > 1 for length, step in zip(shape, stride, strict=False))
             )
         ):
             # Tensor.set_() of torch raises a RuntimeError; read as "no plain tensor" it was left out, and nothing said.

@@ -520,6 +520,11 @@ def records_with_crc(
     ]
 
 
+def fails_its_crc(record: ZipRecord, data: bytes) -> bool:
+    """Return whether ``crc_mismatches`` yields a record of these bytes."""
+    return record.is_stored and record.crc not in (0, zlib.crc32(data))
+
+
 def crc_mismatches(
     archive: TorchZip,
     reader: FileReader,

@@ -127,16 +127,24 @@ def test_a_small_record_that_torch_cannot_read_is_refused(tmp_path: Path, record
 
 FAULTS: dict[str, tuple[bytes, bytes, str]] = {
     "an argument less": (b"K\x00K\x04\x85", b"K\x00NN\x85", "numbers"),
-    "an offset that is a string": (b"K\x00K\x04\x85", b"U\x00K\x04\x85", "numbers"),
-    "a flag that is a number": (b"\x89", b"N", "flag for gradients"),
+    "an offset that is a string": (
+        b"K\x00K\x04\x85",
+        b"U\x00K\x04\x85",
+        "expected a number from 0, found a str",
+    ),
+    "a flag that is a number": (b"\x89", b"N", "expected a bool, found None"),
     "an unknown device": (b"cpu", b"cqu", "which torch does not know"),
-    "hooks that are a number": (b")R", b"NR", "in a way that no torch writes"),
+    "hooks that are a number": (b")R", b"NR", "arguments that are not a tuple"),
     "a call of a storage": (
         b"collections\nOrderedDict\n",
         b"torch\nFloatStorage\n",
-        "which is not a function",
+        "as a function, which it is not",
     ),
-    "a call of a dtype": (b"collections\nOrderedDict\n", b"torch\nfloat32\n", "which is not a function"),
+    "a call of a dtype": (
+        b"collections\nOrderedDict\n",
+        b"torch\nfloat32\n",
+        "as a function, which it is not",
+    ),
 }
 
 

@@ -1,0 +1,134 @@
+"""Kinds of the values that a pickle makes, as far as they show without making any: "int", "tensor", "torch.Size"."""
+
+from typing import Any
+
+from ckptfix.formats.pickle_globals import DTYPES, SAFE, python_3_name
+from ckptfix.formats.pickle_tree import CALLS, Kind, Node, Text
+from ckptfix.formats.torch_tensors import is_rebuild
+
+QSCHEMES = frozenset(
+    {
+        "per_tensor_affine",
+        "per_tensor_symmetric",
+        "per_channel_affine",
+        "per_channel_symmetric",
+        "per_channel_affine_float_qparams",
+    }
+)
+"""Names of the ways to quantize, in ``torch``."""
+
+MAPPINGS = frozenset({"dict", "OrderedDict", "Counter"})
+"""Kinds of dicts."""
+
+ITERABLE = frozenset({"str", "bytes", "tuple", "list", "set", "torch.Size", "bytearray", *MAPPINGS})
+"""Kinds whose members ``members`` returns."""
+
+_UNHASHABLE = frozenset({"list", "dict", "set", "bytearray", "OrderedDict", "Counter"})
+_OF_NODES = {
+    Kind.LIST: "list",
+    Kind.DICT: "dict",
+    Kind.SET: "set",
+    Kind.BYTEARRAY: "bytearray",
+    Kind.LONG_TEXT: "str",
+    Kind.PERSISTENT: "storage",
+}
+OF_RESULTS = {
+    ("collections", "OrderedDict"): "OrderedDict",
+    ("collections", "Counter"): "Counter",
+    ("builtins", "set"): "set",
+    ("builtins", "complex"): "complex",
+    ("builtins", "bytearray"): "bytearray",
+    ("_codecs", "encode"): "bytes",
+    ("torch", "Size"): "torch.Size",
+    ("torch", "device"): "torch.device",
+    ("torch.serialization", "_get_layout"): "torch.layout",
+}
+"""Functions and classes -> the kind of what they make; tensors apart."""
+
+
+def function_of(head: object) -> tuple[str, str] | None:
+    """Return the Python 3 name of a global that torch allows by default, None for anything else."""
+    if type(head) is not Node or head.kind is not Kind.GLOBAL:
+        return None
+    name = python_3_name(*head.head)
+    return name if name in SAFE else None
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a value, "" for one that only its class or its function knows."""
+    if type(value) is Text:
+        return "str"
+    if type(value) is not Node:
+        return "None" if value is None else type(value).__name__
+    if value.kind in _OF_NODES:
+        return _OF_NODES[value.kind]
+    function = function_of(value if value.kind is Kind.GLOBAL else value.head)
+    if function is None:
+        return ""
+    module, name = function
+    if value.kind is Kind.GLOBAL:
+        if module == "torch" and name in DTYPES:
+            return "torch.dtype"
+        return "torch.qscheme" if name in QSCHEMES else "function or class"
+    if value.kind not in CALLS or name == "_rebuild_from_type_v2":
+        return ""
+    if is_rebuild(*function) or name.endswith("Tensor") or name == "Parameter":
+        return "tensor"
+    return OF_RESULTS.get(function, "")
+
+
+def noun(kind: str) -> str:
+    """Return a kind with its article."""
+    if kind in ("", "None"):
+        return kind or "an object"
+    return f"{'an' if kind[0] in 'aeiouO' else 'a'} {kind}"
+
+
+def is_hashable(value: Any, met: set[int]) -> bool:
+    """Return whether a value can be a key, however deep its tuples nest.
+
+    ``met``: ids of tuples of which this is known already; many keys can share one.
+    """
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if type(item) is not tuple:
+            if kind_of(item) in _UNHASHABLE:
+                return False
+        elif id(item) not in met:
+            met.add(id(item))
+            waiting += item
+    return True
+
+
+def count(value: Any) -> int:
+    """Return about how many members a value has, without looking at them: never fewer than ``members`` returns."""
+    if type(value) is Text:
+        return len(value.value)
+    if type(value) is not Node:
+        return len(value) if isinstance(value, tuple | bytes) else 0
+    source = value.args[0] if value.kind in CALLS and type(value.args) is tuple and value.args else ()
+    inner = len(source) if type(source) is tuple else 0
+    nodes = (value, source) if type(source) is Node else (value,)
+    return inner + sum(len(node.items or ()) + len(node.entries or ()) for node in nodes)
+
+
+def members(value: Any) -> tuple[Any, ...]:
+    """Return what iterating over a value gives: characters, members, or keys; () where that is not known."""
+    if type(value) is Text:
+        return tuple([Text(character, value.site, value.source) for character in value.value])
+    if type(value) is not Node:
+        return tuple(value) if isinstance(value, tuple | bytes) else ()
+    inner: tuple[Any, ...] = ()
+    if value.kind in CALLS and type(value.args) is tuple and value.args:
+        # A set or a Size is made of a list or a tuple; one that is made of another set is not looked into.
+        source = value.args[0]
+        if type(source) is tuple:
+            inner = source
+        elif type(source) is Node and source.kind is Kind.LIST:
+            inner = tuple(source.items or ())
+        elif type(source) is Node and source.kind is Kind.DICT:
+            inner = tuple((source.entries or ())[::2])
+        if kind_of(value) == "OrderedDict" and not (type(source) is Node and source.kind is Kind.DICT):
+            inner = tuple([pair[0] for pair in inner if type(pair) is tuple and pair])
+    return (*inner, *(value.items or ()), *(value.entries or ())[::2])

@@ -1,0 +1,453 @@
+"""Calls of a pickle in zip files whose checksums are correct: ``torch.load`` itself says which of them it makes."""
+
+import _codecs
+import io
+import pickle
+import random
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import _utils as rebuild
+
+from ckptfix.diagnosis.check import check
+from ckptfix.errors import FormatError
+from tests.formats.making import parsed, saved
+from tests.formats.pickled_calls import Call, Entries, Storage, pickled, zipped
+from tests.sampling import sampled
+
+FLOATS, INTEGERS = Storage(torch.FloatStorage, "0"), Storage(torch.LongStorage, "1")
+QUANTIZED = Storage(torch.QInt8Storage, "2", "cpu", 24)
+
+
+def tensor(storage: Storage, *shape: int) -> Call:
+    strides = torch.empty(shape).stride()
+    return Call(rebuild._rebuild_tensor_v2, (storage, 0, shape, strides, False, OrderedDict()))
+
+
+TENSOR, NUMBERS = tensor(FLOATS, 2, 3), tensor(INTEGERS, 2, 3)
+PARAMETER = Call(rebuild._rebuild_parameter, (TENSOR, True, OrderedDict()))
+SIZE = Call(torch.Size, ((2, 3),))
+COO = Call(torch.serialization._get_layout, ("torch.sparse_coo",))
+SCHEME = (torch.per_tensor_affine, 0.1, 0)
+SPARSE = (tensor(INTEGERS, 2, 2), tensor(FLOATS, 2), SIZE, True)
+ATTRIBUTES = {"note": 1}
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "a tensor of torch 0.3": (rebuild._rebuild_tensor, (FLOATS, 0, (2, 3), (3, 1))),
+    "a tensor": (rebuild._rebuild_tensor_v2, TENSOR.args),
+    "a tensor with metadata": (rebuild._rebuild_tensor_v2, (*TENSOR.args, {"neg": False})),
+    "integers": (rebuild._rebuild_tensor_v2, NUMBERS.args),
+    "a tensor with its dtype": (rebuild._rebuild_tensor_v3, (*TENSOR.args, torch.float32)),
+    "a parameter": (rebuild._rebuild_parameter, PARAMETER.args),
+    "a frozen parameter of integers": (rebuild._rebuild_parameter, (NUMBERS, False, OrderedDict())),
+    "a parameter with attributes": (
+        rebuild._rebuild_parameter_with_state,
+        (*PARAMETER.args, ATTRIBUTES),
+    ),
+    "a quantized tensor": (
+        rebuild._rebuild_qtensor,
+        (QUANTIZED, 0, (2, 3), (3, 1), SCHEME, False, OrderedDict()),
+    ),
+    "a sparse tensor": (rebuild._rebuild_sparse_tensor, (COO, SPARSE)),
+    "a meta tensor": (rebuild._rebuild_meta_tensor_no_storage, (torch.float32, SIZE, (3, 1), False)),
+    "a tensor of a device": (
+        rebuild._rebuild_device_tensor_from_cpu_tensor,
+        (TENSOR, torch.float32, "cpu", False),
+    ),
+    "a tensor with attributes": (
+        torch._tensor._rebuild_from_type_v2,
+        (rebuild._rebuild_tensor_v2, torch.Tensor, TENSOR.args, ATTRIBUTES),
+    ),
+    "sizes": (torch.Size, ((2, 3),)),
+    "a device": (torch.device, ("cuda", 1)),
+    "a layout": (torch.serialization._get_layout, ("torch.strided",)),
+    "bytes": (_codecs.encode, ("a", "latin1")),
+    "a bytearray": (bytearray, ("ab", "latin1")),
+    "a set": (set, ([1, 2],)),
+    "a complex": (complex, (1.0, 2.0)),
+    "an OrderedDict": (OrderedDict, ([("a", 1)],)),
+    "a Counter": (Counter, ({"a": 1},)),
+    "a Parameter": (torch.nn.Parameter, (TENSOR, True)),
+}
+"""Every function that a pickle of torch calls -> arguments that torch writes."""
+
+NOT_CALLED = {"a dtype": torch.float32, "a storage": torch.FloatStorage, "a scheme": torch.per_tensor_affine}
+
+VALUES: dict[str, Any] = {
+    "None": None,
+    "True": True,
+    "0": 0,
+    "3": 3,
+    "-1": -1,
+    "2**70": 1 << 70,
+    "1.5": 1.5,
+    "'text'": "text",
+    "'cpu'": "cpu",
+    "'latin1'": "latin1",
+    "bytes": b"\xff",
+    "()": (),
+    "(2,)": (2,),
+    "(-1,)": (-1,),
+    "('a',)": ("a",),
+    "(1.5,)": (1.5,),
+    "(True,)": (True,),
+    "(None,)": (None,),
+    "(1, 2)": (1, 2),
+    "[]": [],
+    "[2]": [2],
+    "['a']": ["a"],
+    "[[]]": [[]],
+    "[('a', 1)]": [("a", 1)],
+    "[([], 1)]": [([], 1)],
+    "{}": {},
+    "{'a': 1}": {"a": 1},
+    "{1: 2}": {1: 2},
+    "({}, {})": ({}, {}),
+    "a set": {1},
+    "OrderedDict": OrderedDict(),
+    "Counter": Counter("a"),
+    "sizes": SIZE,
+    "complex": 1 + 2j,
+    "bytearray": bytearray(b"x"),
+    "a device": torch.device("cpu"),
+    "a layout": COO,
+    "a scheme": torch.per_tensor_affine,
+    "a quantizer": SCHEME,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "qint8": torch.qint8,
+    "a tensor": TENSOR,
+    "integers": NUMBERS,
+    "a parameter": PARAMETER,
+    "floats": FLOATS,
+    "numbers": INTEGERS,
+    "torch.FloatStorage": torch.FloatStorage,
+    "Parameter": torch.nn.Parameter,
+    "a function": rebuild._rebuild_tensor_v2,
+    "the class OrderedDict": OrderedDict,
+}
+
+UNJUDGED = {
+    # The numbers in a tensor or a storage are data, which the calls do not show.
+    *(
+        (call, value)
+        for call in ("sizes", "a bytearray")
+        for value in ("a tensor", "integers", "a parameter")
+    ),
+    *((call, value) for call in ("sizes", "a bytearray") for value in ("floats", "numbers")),
+    *(("a sparse tensor", value) for value in ("(1, 2)",)),
+}
+NEVER_WRITTEN = {
+    # torch makes an OrderedDict of these, too; the tree refuses them, as no pickler writes them.
+    *(("an OrderedDict", value) for value in ("()", "{}", "{'a': 1}", "{1: 2}", "OrderedDict", "Counter")),
+}
+
+
+def cases() -> Iterator[tuple[str, Any]]:
+    for name, (function, args) in CALLS.items():
+        yield name, Call(function, args)
+        for count in range(len(args)):
+            yield f"{name} with {count} arguments", Call(function, args[:count])
+        yield f"{name} with an argument more", Call(function, (*args, None))
+        yield f"{name} with two arguments more", Call(function, (*args, None, None))
+        yield f"{name} with arguments that are no tuple", Call(function, 3)
+        yield f"{name} as a class", Call(function, args, (), pickle.NEWOBJ)
+        for value_name, value in VALUES.items():
+            if (name, value_name) in UNJUDGED | NEVER_WRITTEN:
+                continue
+            for place in range(len(args)):
+                changed = Call(function, (*args[:place], value, *args[place + 1 :]))
+                yield f"{name} with {value_name} as argument {place + 1}", changed
+    for name, function in NOT_CALLED.items():
+        yield f"a call of {name}", Call(function, (1,))
+    for name, value in VALUES.items():
+        yield f"{name} as a key", Entries(((value, 1),))
+        yield f"({name},) as a key", Entries((((value,), 1),))
+        yield f"a set of {name}", Call(set, ([value],))
+        yield f"a call of {name}", Call(value, ())
+        yield f"an OrderedDict with the state {name}", Call(OrderedDict, (), (value,))
+        if value is not None:
+            # torch leaves out a state of None, and no pickler writes one.
+            for target in ("sizes", "a device", "bytes", "a set", "a complex", "a layout"):
+                yield f"{target} with the state {name}", Call(*CALLS[target], (value,))
+
+
+CASES = dict(cases())
+
+
+def refusal(data: bytes) -> str:
+    """Return why torch refuses a file, with or without ``weights_only``: no pickler writes what divides the two."""
+    for weights_only in (True, False):
+        try:
+            torch.load(io.BytesIO(data), weights_only=weights_only)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")  # quantized tensors are deprecated
+@pytest.mark.parametrize("name", sampled(CASES))
+def test_a_call_is_refused_where_torch_refuses_it(tmp_path: Path, name: str) -> None:
+    data = zipped(pickled({"x": CASES[name], "w": TENSOR}))
+    said = refusal(data)
+    try:
+        opcodes = parsed(tmp_path, data).tree.refused_opcodes
+    except FormatError as error:
+        opcodes = (str(error),)
+    assert bool(opcodes) == bool(said), f"torch says {said!r}, the reader says {opcodes}"
+
+
+FOUND: dict[str, tuple[Any, str]] = {
+    "a flag that is a number": (
+        Call(rebuild._rebuild_tensor_v2, (*TENSOR.args[:4], 1, OrderedDict())),
+        "calls torch._utils._rebuild_tensor_v2 with a wrong argument 5 (expected a bool, found an int)",
+    ),
+    "a parameter without arguments": (
+        Call(rebuild._rebuild_parameter, ()),
+        "calls torch._utils._rebuild_parameter with 0 arguments (expected 3)",
+    ),
+    "a list as a key": (Entries((([], 1),)), "has a key that cannot be one, such as a list"),
+    "a device that does not exist": (
+        Call(torch.device, ("foo",)),
+        "calls torch.device with a wrong argument 1 (expected a device that torch knows, found a str)",
+    ),
+    "a tensor out of its storage, in a list": (
+        [Call(rebuild._rebuild_tensor_v2, (FLOATS, 4, (2, 3), (3, 1), False, OrderedDict()))],
+        "reaches beyond its storage of 24 bytes",
+    ),
+    "gradients of integers": (
+        Call(rebuild._rebuild_parameter, (NUMBERS, True, OrderedDict())),
+        "calls torch._utils._rebuild_parameter for gradients of integers",
+    ),
+    "a dtype that is called": (
+        Call(torch.float32, (1,)),
+        "calls torch.float32 as a function, which it is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_call_that_torch_cannot_make_is_damage_in_a_file_with_checksums(tmp_path: Path, name: str) -> None:
+    value, words = FOUND[name]
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(zipped(pickled({"x": value, "w": TENSOR})))
+    assert refusal(path.read_bytes())
+    report = check(path)
+    assert [finding.code for finding in report.findings] == ["malformed-file"]
+    assert words in str(report.findings[0])
+    assert report.status == 1
+
+
+def test_a_changed_pickle_with_its_old_checksum_stays_a_wrong_checksum(tmp_path: Path) -> None:
+    data = saved({"a": torch.arange(4.0)})
+    assert data.count(b"\x89") == 1
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(data.replace(b"\x89", b"N"))
+    assert [finding.code for finding in check(path).findings] == ["crc-mismatch"]
+
+
+@pytest.mark.parametrize("key", [0, 7])
+def test_a_storage_whose_key_is_a_number_is_read(tmp_path: Path, key: int) -> None:
+    """torch names the record ``data/7`` after the key, whatever its type."""
+    value = Call(
+        rebuild._rebuild_tensor_v2,
+        (Storage(torch.FloatStorage, key), 0, (2, 3), (3, 1), False, OrderedDict()),
+    )
+    data = zipped(pickled({"x": value}), **{"data/7": torch.arange(6.0).numpy().tobytes()})
+    assert torch.load(io.BytesIO(data))["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(data)
+    report = check(path)
+    assert (report.status, report.findings) == (0, ())
+    (state_dict,) = parsed(tmp_path, data).state_dicts
+    assert [one.storage_key for one in state_dict.tensors] == [str(key)]
+
+
+@pytest.mark.parametrize("text", [b"x", b"", b"6 4", b"64", b" 64\n", b"-1", b"6_4"])
+def test_an_alignment_is_refused_where_torch_refuses_it(tmp_path: Path, text: bytes) -> None:
+    data = zipped(pickled({"x": TENSOR}), **{".storage_alignment": text})
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(data)
+    assert (check(path).status == 1) == bool(refusal(data))
+
+
+def test_gradients_of_a_dtype_without_a_class_of_storages_are_damage(tmp_path: Path) -> None:
+    """torch.save writes such a tensor, and torch.load fails: it sets the storage of a leaf with gradients in place."""
+    data = saved({"x": torch.zeros(2, dtype=torch.float8_e4m3fn).requires_grad_()})
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        torch.load(io.BytesIO(data))
+    with pytest.raises(FormatError, match="for a tensor of float8_e4m3fn with gradients"):
+        parsed(tmp_path, data)
+
+
+def test_long_sizes_that_many_tensors_share_take_no_time_of_their_product(tmp_path: Path) -> None:
+    """Each tensor refers to the same tuple by few bytes; to look at it each time took minutes."""
+    from ckptfix.formats.pickle_calls import ensure_calls
+    from ckptfix.formats.pickle_stream import parse
+    from ckptfix.formats.torch_tensors import storages
+
+    sizes = (1,) * 100_000
+    call = Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, sizes, sizes, False, OrderedDict()))
+    tree = parse(pickled([call] * 1000))
+    with pytest.raises(FormatError, match="share long arguments"):
+        ensure_calls(tree, storages(tree), has_checksum=True)
+
+
+def test_a_key_of_tuples_is_looked_into_however_deep_it_nests(tmp_path: Path) -> None:
+    from ckptfix.formats.pickle_calls import ensure_calls
+    from ckptfix.formats.pickle_stream import parse
+
+    deep = b"\x80\x02}" + b"]" + b"\x85" * 100_000 + b"K\x01s."
+    with pytest.raises(FormatError, match="a key that cannot be one"):
+        ensure_calls(parse(deep), {})
+    doubled = b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s."
+    ensure_calls(parse(doubled), {})
+
+
+@dataclass
+class Note:
+    text: str
+    tensor: torch.Tensor
+
+
+class Rebuilt:
+    """An object that is made by a function of torch in lower case."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.tensor, ([1, 2],)
+
+
+class Plain(torch.Tensor):  # type: ignore[misc]
+    pass
+
+
+class WithState(torch.Tensor):  # type: ignore[misc]
+    def __getstate__(self) -> str:
+        return "any state"
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def trained(cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    net = torch.nn.Linear(3, 2)
+    optimizer = cls(net.parameters(), lr=0.1, **options)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def healthy() -> dict[str, Any]:
+    """Return objects of every kind that people save, of which torch loads each one way or the other."""
+    schedulers = torch.optim.lr_scheduler
+    with_attribute, hooked = torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    with_attribute.note = "kept"
+    hooked.register_hook(lambda gradient: gradient)
+    ordered: Any = OrderedDict(a=torch.ones(2))
+    ordered._metadata = OrderedDict({"": {"version": 1}})
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
+    pair = [torch.ones(2), torch.ones(3)]
+    layouts = {
+        "csr": torch.eye(4).to_sparse_csr(),
+        "csc": torch.eye(4).to_sparse_csc(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+        "bsc": torch.eye(4).to_sparse_bsc((2, 2)),
+    }
+    dtypes = (
+        "float64 bfloat16 int32 bool complex64 complex32 float8_e4m3fn float4_e2m1fn_x2 uint16 uint64 bits8"
+    )
+    return {
+        **{dtype: torch.empty(4, dtype=getattr(torch, dtype)) for dtype in dtypes.split()},
+        **layouts,
+        "optimizers": [
+            trained(cls).state_dict()
+            for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor)
+        ],
+        "LambdaLR": schedulers.LambdaLR(trained(torch.optim.SGD), lambda step: 0.9**step).state_dict(),
+        "OneCycleLR": schedulers.OneCycleLR(trained(torch.optim.SGD, momentum=0.9), 0.1, 10).state_dict(),
+        "ReduceLROnPlateau": schedulers.ReduceLROnPlateau(trained(torch.optim.SGD)).state_dict(),
+        "MultiStepLR": schedulers.MultiStepLR(trained(torch.optim.SGD), [1, 2]).state_dict(),
+        "GradScaler": torch.amp.GradScaler("cpu").state_dict(),
+        "random states": {
+            "random_state": random.getstate(),
+            "numpy_random_seed": numpy.random.get_state(),
+            "torch_manual_seed": torch.get_rng_state(),
+        },
+        "numpy": [numpy.float64(1.5), numpy.array(["a"]), numpy.random.default_rng(), numpy.zeros(1 << 18)],
+        "bytes": [
+            b"",
+            b"\xff\x00",
+            bytes(range(256)) * 8192,
+            bytearray(b"xy"),
+            bytearray(b"\xff" * (2 << 20)),
+        ],
+        "numbers": [1 << 100, -5, float("nan"), 1 + 2j, "\ud800", None],
+        "collections": [Counter("aab"), defaultdict(list, {1: [2]}), deque([1]), frozenset({1}), {1, (2, 3)}],
+        "keys": {(1, "a"): 2, None: 3, 1.5: 4, b"k": 5, frozenset([1]): 6, torch.float32: 7, Note: 8},
+        "objects": [
+            Note("a", torch.ones(2)),
+            Rebuilt(),
+            zoneinfo.ZoneInfo("UTC"),
+            Path("/a"),
+            Exception("x"),
+        ],
+        "OrderedDict": ordered,
+        "attributes": [
+            with_attribute,
+            torch.ones(2).as_subclass(Plain),
+            torch.ones(2).as_subclass(WithState),
+        ],
+        "gradients": [torch.ones(2, requires_grad=True), hooked, torch.nn.Buffer(torch.ones(2))],
+        "integers": torch.nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
+        "modules": [torch.nn.ParameterList([torch.ones(2)]), torch.nn.LSTM(2, 2)],
+        "quantized": [
+            torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)[1:],
+            torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, torch.quint8),
+            torch.quantize_per_channel(torch.ones(2, 3), scales, zeros.float(), 0, torch.quint4x2),
+        ],
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor(pair),
+        "jagged": torch.nested.nested_tensor(pair, layout=torch.jagged),
+        "meta": [torch.empty(2, 3, device="meta").t(), torch.nn.Parameter(torch.empty(2, device="meta"))],
+        "lazy": [
+            torch.ones(2, dtype=torch.complex64).conj(),
+            torch.ones(2, dtype=torch.complex64).conj().imag,
+        ],
+        "views": [
+            torch.empty(0, 3)[:, 1:],
+            torch.tensor(1),
+            torch.ones(1).expand(5, 0),
+            torch.arange(12.0).reshape(3, 4).t()[1:],
+            torch.arange(6.0).as_strided((3, 3), (1, 1)),
+            torch.ones([1] * 65),
+        ],
+        "torch": [
+            torch.device("cuda:1"),
+            torch.Size([]),
+            torch.strided,
+            torch.per_tensor_affine,
+            torch.bfloat16,
+        ],
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # quantized tensors are deprecated
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_what_torch_loads_is_read(tmp_path: Path, protocol: int, has_checksums: bool) -> None:
+    torch.serialization.set_crc32_options(has_checksums)
+    try:
+        for name, value in healthy().items():
+            for wrapped in (value, {"value": value, "weight": torch.ones(2)}):
+                data = saved(wrapped, pickle_protocol=protocol)
+                torch.load(io.BytesIO(data), weights_only=False)
+                assert parsed(tmp_path, data).trailing == 0, name
+    finally:
+        torch.serialization.set_crc32_options(True)
