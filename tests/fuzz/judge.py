@@ -166,9 +166,10 @@ class Judge:
         if path.suffix == ".json":
             return json.loads(path.read_text())
         if path.name.startswith(_FULL):
-            return torch.load(path, weights_only=False)
+            return torch.load(path, weights_only=False, map_location="cpu")
         with torch.serialization.safe_globals(list(allowed)):
-            return torch.load(path, weights_only=True)
+            # As accelerate loads models and optimizers: on which device a storage was does not matter.
+            return torch.load(path, weights_only=True, map_location="cpu")
 
     def _sharded(self, root: Path) -> Any:
         (path,) = root.glob("*.index.json")

@@ -1,5 +1,6 @@
 """Changes of a save near its metadata. A mutant is a function of the seed of a run and of its number alone."""
 
+import pickletools
 import re
 import zipfile
 from collections.abc import Sequence
@@ -20,6 +21,25 @@ _VALUES = (b"null", b"[]", b"{}", b'""', b'"x"', b"-0", b"0.0", b"true")
 
 _MARKED = re.compile(rb"PK[\x01-\x07][\x02-\x08]|FB|/|\x80\x02|[cX]|[0-9]+")
 """Places of a file of torch where a change is likely to reach another branch of a reader."""
+
+
+_PICKLES = 0.4
+"""Share of the changes of a zip file of torch that are to its pickle, and keep every checksum correct."""
+
+_VALUES = (
+    b"N", b"\x88", b"\x89", b"K\x00", b"K\x07", b"J\xff\xff\xff\xff", b"G?\xf8\0\0\0\0\0\0", b")", b"]", b"}",
+    b"X\x03\0\0\0foo", b"X\x03\0\0\0cpu", b"U\x010", b"K\x02K\x03\x86", b"K\x02\x85", b"h\x00", b"h\x05", b"\x8f",
+)  # fmt: skip
+_NAMES = (
+    "collections OrderedDict", "collections Counter", "__builtin__ set", "__builtin__ bytearray", "__builtin__ complex",
+    "_codecs encode", "torch Size", "torch device", "torch float32", "torch FloatStorage", "torch LongStorage",
+    "torch Tensor", "torch.nn.parameter Parameter", "torch.serialization _get_layout", "torch._utils _rebuild_tensor",
+    "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", "torch._utils _rebuild_parameter",
+    "torch._utils _rebuild_qtensor", "torch._utils _rebuild_sparse_tensor",
+    "torch._utils _rebuild_meta_tensor_no_storage", "torch._tensor _rebuild_from_type_v2",
+)  # fmt: skip
+_SWAPPED = (b"R", b"\x81", b"b", b"s", b"a", b"\x85", b"\x86", b"t", b"u", b"e")
+"""What an opcode becomes: values, globals that torch allows, and opcodes without an operand."""
 
 
 class Mutant(NamedTuple):
@@ -52,6 +72,10 @@ def mutant(seeds: Sequence[Seed], seed: int, number: int) -> Mutant:
             files[name], files[other] = files.get(other, source.files[other]), data
             changes.append(f"{name} and {other} exchanged")
             continue
+        if random.random() < _PICKLES and (edited := edited_pickle(random, data)) is not None:
+            files[name], words = edited
+            changes.append(f"{name}: {words}")
+            continue
         position, end = _place(random, name, data)
         files[name], words = _changed(random, data, position, end, source)
         changes.append(f"{name}: {words}")
@@ -79,6 +103,48 @@ def metadata(name: str, data: bytes) -> list[tuple[int, int]]:
             (head, begin + min(record.file_size, _AROUND) if is_tensor else begin + record.file_size + 16)
         ]
     return places
+
+
+def edited_pickle(random: Random, data: bytes) -> tuple[bytes, str] | None:
+    """Return a zip file of torch with one opcode of its pickle changed, packed again with correct checksums.
+
+    None for another file, or one whose pickle was changed before so that it has no opcodes.
+    """
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        (name,) = (name for name in records if name.endswith("/data.pkl"))
+        found = list(pickletools.genops(records[name]))
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, IndexError):
+        return None
+    pickle = records[name]
+    edges = [position or 0 for _, _, position in found]
+    number = random.randrange(1, len(found))
+    begin, end = edges[number], ([*edges, len(pickle)])[number + 1]
+    old = found[number][0].name
+    match random.randrange(6):
+        case 0:
+            new, words = b"", "removed"
+        case 1:
+            new, words = pickle[begin:end] * 2, "repeated"
+        case 2:
+            new = b"c" + random.choice(_NAMES).replace(" ", "\n").encode() + b"\n"
+            words = f"is now {new!r}"
+        case 3:
+            new = random.choice(_SWAPPED)
+            words = f"is now {new!r}"
+        case _:
+            new = random.choice(_VALUES)
+            words = f"is now {new!r}"
+    records[name] = pickle[:begin] + new + pickle[end:]
+    stream = BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for path, content in records.items():
+            archive.writestr(zipfile.ZipInfo(path), content)
+    return (
+        stream.getvalue(),
+        f"the opcode {old} at byte {begin} of the pickle {words}, with correct checksums",
+    )
 
 
 def _place(random: Random, name: str, data: bytes) -> tuple[int, int]:

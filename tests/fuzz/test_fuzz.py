@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from ckptfix.diagnosis.check import check
 from ckptfix.storage.stores import open_store
 from tests.deepspeed_library import has_deepspeed
-from tests.fuzz.mutations import metadata, mutant
+from tests.fuzz.mutations import edited_pickle, metadata, mutant
 from tests.fuzz.seeds import Seed
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,17 @@ def test_a_mutant_is_the_same_each_time_and_others_differ() -> None:
     assert len({tuple(one.files.items()) for one in made}) > 150
     assert made != [mutant(seeds, 8, number) for number in range(200)]
     assert all(one.changes and one.seed == 0 for one in made)
+
+
+def test_an_edited_pickle_has_correct_checksums() -> None:
+    edited = [edited_pickle(Random(number), torch_bytes()) for number in range(60)]
+    for data, words in filter(None, edited):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None
+            assert archive.read("archive/data/0") == b"\x77" * 5000
+        assert "of the pickle" in words
+    assert len({data for data, _ in filter(None, edited)}) > 40
+    assert edited_pickle(Random(0), b"12345") is None
 
 
 def test_tensors_are_left_out_of_the_metadata() -> None:
