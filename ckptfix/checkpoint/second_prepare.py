@@ -276,8 +276,9 @@ class Evidence:
         doubt: nothing is repaired before it can be read, and the unknown must not soften a verdict.
 
         Two scripts leave the bytes of a second ``prepare`` and raise no doubt. One has a loss wrapper around its model,
-        the other an average that has only copied the model so far. A deletion is then loud and can be undone, and both
-        are rare, so that they are no reason to ask everybody. Frozen copies of a model that no step changed are one.
+        the other an average that has only copied the model so far. Both are rare. A wrong deletion makes load_state
+        fail and can be undone, so that asking everybody would cost more. Before a step surely changed the model, any
+        frozen copy equals it: that is a reason to ask.
         """
         if entry.name.stem == _FSDP_STEM:
             yield "FSDP adds no wrapper by which a second prepare() would show"
@@ -405,7 +406,7 @@ class Evidence:
 
     @cached_property
     def _are_rates_shown(self) -> bool:
-        """Whether schedulers are saved, and none of them can have held the learning rate at 0 until now."""
+        """True where schedulers are saved, and none of them can have held the learning rate at 0 until now."""
         schedulers = [one for entries in self.folder.entries(Role.SCHEDULER) for one in entries]
         try:
             return bool(schedulers) and not any(
