@@ -1,6 +1,6 @@
 """Evidence that a model was prepared twice: of training in an optimizer's pickle, and of other checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,7 +20,8 @@ from ckptfix.repairs.steps import DropEntry
 from ckptfix.storage import comparing
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.stores import open_store
-from tests.repairs.builders import RANDOM_STATES, snapshot
+from tests.repairs.builders import save_states as save
+from tests.repairs.builders import snapshot
 from tests.repairs.refused import nobody_may_read
 
 
@@ -106,22 +107,6 @@ def step(optimizer: torch.optim.Optimizer, *, scale: float = 1.0) -> None:
             torch.manual_seed(parameter.numel())
             parameter.grad = scale * torch.randn_like(parameter)
     optimizer.step()
-
-
-def save(
-    folder: Path,
-    models: Sequence[Any],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any] = (),
-    ranks: int = 2,
-) -> Path:
-    folder.mkdir(parents=True)
-    for stem, things in (("pytorch_model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
-        for number, thing in enumerate(things):
-            torch.save(thing.state_dict(), folder / f"{stem}{f'_{number}' if number else ''}.bin")
-    for rank in range(ranks):
-        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
-    return folder
 
 
 def doubled(folder: Path) -> Path:

@@ -4,8 +4,9 @@ import io
 import json
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -75,6 +76,23 @@ def read_safetensors_bytes(path: Path) -> dict[str, bytes]:
         name: data[8 + length + entry["data_offsets"][0] : 8 + length + entry["data_offsets"][1]]
         for name, entry in header.items()
     }
+
+
+def save_states(
+    folder: Path,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any] = (),
+    ranks: int = 2,
+) -> Path:
+    """Write what ``save_state`` of several ranks does, of objects with a ``state_dict()``."""
+    folder.mkdir(parents=True)
+    for stem, values in (("pytorch_model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
+        for index, value in enumerate(values):
+            torch.save(value.state_dict(), folder / f"{stem}{f'_{index}' if index else ''}.bin")
+    for rank in range(ranks):
+        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
+    return folder
 
 
 def snapshot(root: Path) -> dict[str, bytes]:

@@ -1,6 +1,5 @@
 """Optimizers and schedulers that were saved twice with their models: which go, and when the user is asked."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from ckptfix import Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
-from tests.repairs.builders import RANDOM_STATES, snapshot
+from tests.repairs.builders import save_states, snapshot
 
 
 class Pair:
@@ -37,22 +36,6 @@ class Pair:
         outer = torch.nn.Module()
         outer.module = self.model
         return outer
-
-
-def save(
-    folder: Path,
-    models: Sequence[Any],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any] = (),
-    ranks: int = 2,
-) -> Path:
-    folder.mkdir()
-    for stem, values in (("pytorch_model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
-        for index, value in enumerate(values):
-            torch.save(value.state_dict(), folder / f"{stem}{f'_{index}' if index else ''}.bin")
-    for rank in range(ranks):
-        (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
-    return folder
 
 
 def codes(folder: Path) -> list[str]:
@@ -83,7 +66,7 @@ def test_optimizers_go_with_their_models(
     models = [state for pair in pairs for state in (pair.model, pair.wrapped)]
     optimizers = [pairs[number].optimizer for number in order]
     schedulers = [pairs[number].scheduler for number in order]
-    folder = save(tmp_path / "c", models, optimizers, schedulers)
+    folder = save_states(tmp_path / "c", models, optimizers, schedulers)
     before = snapshot(folder)
     assert codes(folder).count("doubled-states") == 4
     receipt = repair(folder)
@@ -102,10 +85,12 @@ def test_two_optimizers_of_one_model_stay_two(tmp_path: Path) -> None:
     other = torch.optim.SGD([one.model.bias], lr=0.1, momentum=0.9)
     one.model(torch.ones(1, 3)).sum().backward()
     other.step()
-    folder = save(tmp_path / "c", [one.model, one.wrapped], [one.optimizer, other, one.optimizer, other])
+    folder = save_states(
+        tmp_path / "c", [one.model, one.wrapped], [one.optimizer, other, one.optimizer, other]
+    )
     assert repair(folder).status == 0
     assert all(map(same, loaded(folder, "optimizer"), [one.optimizer.state_dict(), other.state_dict()]))
-    plain = save(tmp_path / "d", [one.model], [one.optimizer, other])
+    plain = save_states(tmp_path / "d", [one.model], [one.optimizer, other])
     assert codes(plain) == []
 
 
@@ -113,7 +98,7 @@ def test_what_keeps_no_moments_is_asked_about(tmp_path: Path) -> None:
     """All states of plain SGD are equal: how many the script has, nobody can see."""
     pairs = [Pair(seed, kind="SGD") for seed in range(2)]
     models = [state for pair in pairs for state in (pair.model, pair.wrapped)]
-    folder = save(tmp_path / "c", models, [pair.optimizer for pair in pairs for _ in range(2)])
+    folder = save_states(tmp_path / "c", models, [pair.optimizer for pair in pairs for _ in range(2)])
     assert codes(folder).count("identical-models") == 2
     assert repair(folder).steps == ()
     receipt = repair(folder, policy=Policy(keep={Role.MODEL: 2}))
@@ -133,7 +118,7 @@ def test_what_keeps_no_moments_is_asked_about(tmp_path: Path) -> None:
 def test_an_optimizer_of_no_model_that_remains_decides_nothing(tmp_path: Path) -> None:
     one, other = Pair(0), Pair(1, width=5)
     optimizers = [one.optimizer, other.optimizer, other.optimizer]
-    folder = save(tmp_path / "c", [one.model, one.wrapped], optimizers, [one.scheduler])
+    folder = save_states(tmp_path / "c", [one.model, one.wrapped], optimizers, [one.scheduler])
     receipt = repair(folder)
     assert receipt.status == 1
     assert [finding.code for finding in receipt.left] == ["surplus-states"]
@@ -142,7 +127,9 @@ def test_an_optimizer_of_no_model_that_remains_decides_nothing(tmp_path: Path) -
 
 def test_equal_moments_without_a_doubled_model_are_a_warning(tmp_path: Path) -> None:
     one, other = Pair(0), Pair(1)
-    folder = save(tmp_path / "c", [one.model, other.model], [one.optimizer, one.optimizer, other.optimizer])
+    folder = save_states(
+        tmp_path / "c", [one.model, other.model], [one.optimizer, one.optimizer, other.optimizer]
+    )
     report = check(folder)
     assert [finding.code for finding in report.findings] == ["surplus-states"]
     assert report.status == 1
@@ -157,7 +144,7 @@ def test_equal_moments_without_a_doubled_model_are_a_warning(tmp_path: Path) -> 
 
 def test_states_stay_with_a_doubled_model_that_stays(tmp_path: Path) -> None:
     one = Pair(0)
-    folder = save(tmp_path / "c", [one.model, one.wrapped], [one.optimizer] * 2, [one.scheduler])
+    folder = save_states(tmp_path / "c", [one.model, one.wrapped], [one.optimizer] * 2, [one.scheduler])
     receipt = repair(folder, policy=Policy(only=frozenset({"doubled-states"})))
     assert receipt.steps == ()
     assert "a model that was saved with it twice stays" in receipt.unplanned[0].reason
@@ -167,7 +154,9 @@ def test_states_stay_with_a_doubled_model_that_stays(tmp_path: Path) -> None:
     "kind", ["AdamW", "Momentum", "Adagrad", "RMSprop", "Adadelta", "Adafactor", "Rprop"]
 )
 def test_before_the_first_step_an_average_equals_its_model(tmp_path: Path, kind: str) -> None:
-    folder = save(tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, kind=kind, steps=0).optimizer])
+    folder = save_states(
+        tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, kind=kind, steps=0).optimizer]
+    )
     assert codes(folder)[0] == "identical-models"
     assert repair(folder).steps == ()
 
@@ -175,14 +164,14 @@ def test_before_the_first_step_an_average_equals_its_model(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", ["AdamW", "Momentum", "Adagrad"])
 def test_after_a_step_it_is_a_second_prepare(tmp_path: Path, kind: str) -> None:
     pair = Pair(0, kind=kind)
-    folder = save(tmp_path / "c", [pair.model, pair.wrapped], [pair.optimizer], [pair.scheduler])
+    folder = save_states(tmp_path / "c", [pair.model, pair.wrapped], [pair.optimizer], [pair.scheduler])
     assert codes(folder) == ["doubled-model"]
 
 
 def test_one_optimizer_without_a_step_leaves_the_average_of_its_model(tmp_path: Path) -> None:
     """A GAN that trains its discriminator first; the generator, of the same shapes, still equals its average."""
     first, later = Pair(0), Pair(1, steps=0)
-    folder = save(
+    folder = save_states(
         tmp_path / "c", [first.model, later.model, later.wrapped], [first.optimizer, later.optimizer]
     )
     assert codes(folder)[0] == "identical-models"
@@ -191,7 +180,7 @@ def test_one_optimizer_without_a_step_leaves_the_average_of_its_model(tmp_path: 
 
 
 def test_an_optimizer_that_cannot_be_read_may_be_untrained(tmp_path: Path) -> None:
-    folder = save(tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, steps=0).optimizer])
+    folder = save_states(tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, steps=0).optimizer])
     with open(folder / "optimizer.bin", "r+b") as file:
         file.truncate(900)
     assert codes(folder) == ["truncated-file", "identical-models", "wrapper-prefix"]
@@ -215,7 +204,7 @@ def test_equal_optimizers_of_discriminators_that_have_not_begun_stay(tmp_path: P
     models = [generator.model, generator.wrapped, *(one.model for one in critics)]
     own = [generator.optimizer] * (1 + is_twice)
     schedulers = [generator.scheduler] * (1 + is_twice) + [one.scheduler for one in critics]
-    folder = save(tmp_path / "c", models, [*own, *optimizers], schedulers)
+    folder = save_states(tmp_path / "c", models, [*own, *optimizers], schedulers)
     receipt = repair(folder)
     assert receipt.status == 0
     assert len(loaded(folder, "pytorch_model")) == 3
@@ -235,7 +224,7 @@ def test_two_optimizers_for_two_towers_stay(tmp_path: Path) -> None:
         for parameter in tower.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    folder = save(tmp_path / "c", [net, outer], optimizers)
+    folder = save_states(tmp_path / "c", [net, outer], optimizers)
     receipt = repair(folder)
     assert receipt.status == 1
     assert [finding.code for finding in receipt.left] == ["surplus-states"]
