@@ -34,7 +34,15 @@ from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, StateValue, Strategy, moments_of
+from ckptfix.tensors.optimizers import (
+    BY_TORCH,
+    STEP,
+    ZERO_AT_FIRST,
+    OptimizerState,
+    StateValue,
+    Strategy,
+    moments_of,
+)
 from ckptfix.tensors.parameter_names import first_out_of_order, ordered_as
 from ckptfix.tensors.parameter_sources import (
     ModelsOfRun,
@@ -530,10 +538,12 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
         shape = tensors[name].shape if name in tensors else None
         for key, value in values.items():
             if isinstance(value, StoredTensor) and shape is not None and value.shape not in (shape, (), (1,)):
+                why = "states of Adafactor, Shampoo and 8-bit optimizers cannot be cut among ranks"
+                if key in ZERO_AT_FIRST:  # torch's own optimizers give these the shape of the weight
+                    why = "the weights and the optimizer are of two runs, or the optimizer keeps projections as GaLore"
                 raise OperationError(
                     f"{state.label}: {key!r} of {name!r} has the shape {list(value.shape)} (expected {list(shape)}, "
-                    "as its parameter): states of Adafactor, Shampoo and 8-bit optimizers cannot be cut among ranks; "
-                    f"{_WEIGHTS_ALONE}"
+                    f"as its parameter): {why}; {_WEIGHTS_ALONE}"
                 )
 
 

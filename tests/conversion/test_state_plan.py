@@ -630,6 +630,18 @@ def test_states_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
     ckptfix.migrate(source, tmp_path / "same", to="fsdp-full", state="all")
 
 
+def test_weights_of_another_run_are_not_blamed_on_adafactor(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp-full", trained())
+    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
+    weights["0.weight"] = torch.ones(7, 3)
+    torch.save(weights, source / "pytorch_model_fsdp.bin")
+    with pytest.raises(OperationError) as refused:
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
+    assert "'exp_avg' of '0.weight' has the shape [" in str(refused.value)
+    assert "the weights and the optimizer are of two runs" in str(refused.value)
+    assert "Adafactor" not in str(refused.value)
+
+
 def test_moments_of_no_parameter_are_refused_by_name(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp-full", trained())
     torch.save({"other": torch.ones(2)}, source / "pytorch_model_fsdp.bin")

@@ -449,3 +449,40 @@ def test_a_group_of_a_dcp_folder_with_a_parameter_without_moments(tmp_path: Path
     lacking = replace(optimizer, states=dict(list(optimizer.states.items())[1:]))
     (finding,) = contradictions(lacking)
     assert str(finding) == "optimizer_0: 1 of 5 parameters has no moments: '0.weight'"
+
+
+class Temperature(torch.nn.Module):
+    def __init__(self, log_alpha: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.log_alpha = log_alpha
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+@pytest.mark.parametrize("shape", [(1,), ()])
+def test_a_bare_parameter_is_named_as_what_it_is(
+    tmp_path: Path, shape: tuple[int, ...], is_registered: bool
+) -> None:
+    """SAC trains ``log_alpha`` with an optimizer of its own. load_state restores the moments, and not the value."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    actor, log_alpha = torch.nn.Linear(4, 2), torch.nn.Parameter(torch.zeros(shape))
+    if is_registered:
+        accelerator.register_for_checkpointing(Temperature(log_alpha))
+    optimizers = torch.optim.Adam(actor.parameters()), torch.optim.Adam([log_alpha])
+    actor, *prepared = accelerator.prepare(actor, *optimizers)
+    accelerator.backward(actor(torch.ones(3, 4)).sum() * log_alpha.exp().sum())
+    for optimizer in prepared:
+        optimizer.step()
+    accelerator.save_state(str(tmp_path / "checkpoint"))
+    trained = log_alpha.detach().clone()
+    with torch.no_grad():
+        log_alpha.zero_()
+    accelerator.load_state(str(tmp_path / "checkpoint"))
+    assert torch.equal(log_alpha, trained) == is_registered
+    findings = check(tmp_path / "checkpoint").findings
+    assert [finding.code for finding in findings] == ([] if is_registered else ["unsaved-parameters"])
+    for finding in findings:
+        assert finding.advice.startswith(
+            "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it"
+        )
+        assert "accelerator.register_for_checkpointing()" in finding.advice
+        assert "ValueError" not in finding.advice

@@ -2,6 +2,8 @@
 
 from pathlib import PurePosixPath
 
+from math import prod
+
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
@@ -288,9 +290,21 @@ class UnsavedParameters(Finding):
         return f"{self.path}: it has {parameters}, and the checkpoint has {tensors} of weights"
 
     @property
+    def is_bare(self) -> bool:
+        """Return whether the parameters without weights are single numbers, as a bare ``nn.Parameter`` often is."""
+        shapes = self.shapes or self.moments
+        return bool(shapes) and not self.names and all(prod(shape) == 1 for shape in shapes)
+
+    @property
     def advice(self) -> str:
         """Advice for both explanations, the likelier one first."""
         other_run = "copy all files of one save again"
+        if self.is_bare:
+            return (
+                "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it, save_state leaves its value "
+                "out, and a load restores its moments alone. Put it into a module, and pass that to prepare() or to "
+                f"accelerator.register_for_checkpointing(). If the file belongs to another run instead, {other_run}"
+            )
         module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
         if not self.is_foreign and not self.surplus:
             return (
