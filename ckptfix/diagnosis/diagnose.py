@@ -314,6 +314,10 @@ def _not_checked(
         pairs = count_of(sampled, "pair")
         words.append(f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte")
     words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
+    if folder.only is None and any(one.role is Role.MODEL for one in folder.components):
+        # Names that ``check`` passes: it prints what a config says, and compares none of it.
+        configs = [path.name for path in folder.strays if path.name in looked_at]
+        words += [f"{name} against the weights: its sizes are read and not compared" for name in configs]
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
     if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):

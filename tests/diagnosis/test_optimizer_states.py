@@ -451,7 +451,7 @@ def test_a_group_of_a_dcp_folder_with_a_parameter_without_moments(tmp_path: Path
     assert str(finding) == "optimizer_0: 1 of 5 parameters has no moments: '0.weight'"
 
 
-class Temperature(torch.nn.Module):
+class Temperature(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, log_alpha: torch.nn.Parameter) -> None:
         super().__init__()
         self.log_alpha = log_alpha

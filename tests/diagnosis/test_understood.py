@@ -422,3 +422,14 @@ def test_a_model_in_a_sub_folder_and_its_broken_config(
     assert "  unet/config.json: not JSON" in understood(folder)
     assert run(["check", "--format", "sarif", str(folder)]) == 0
     assert "not checked: unet/config.json: not JSON" in capsys.readouterr().out
+
+
+def test_a_config_is_said_not_to_be_compared_with_the_weights(folder: Path) -> None:
+    """A check of another model's config in the folder ends with 0: its sizes are printed, and compared by nothing."""
+    words = "config.json against the weights: its sizes are read and not compared"
+    assert words not in check(folder).not_checked
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 99}')
+    report = check(folder)
+    assert (report.status, words in report.not_checked) == (0, True)
+    assert ", config.json against the weights, " in str(report)
+    assert words not in check(folder / "model.safetensors").not_checked
