@@ -17,7 +17,7 @@ _AROUND = 24
 _JSON_VALUE = re.compile(rb': ?("[^"]*"|[0-9]+|\[[^][]*\]|\{[^{}]*\})')
 """A value in JSON, behind its key."""
 
-_VALUES = (b"null", b"[]", b"{}", b'""', b'"x"', b"-0", b"0.0", b"true")
+_JSON_VALUES = (b"null", b"[]", b"{}", b'""', b'"x"', b"-0", b"0.0", b"true")
 
 _MARKED = re.compile(rb"PK[\x01-\x07][\x02-\x08]|FB|/|\x80\x02|[cX]|[0-9]+")
 """Places of a file of torch where a change is likely to reach another branch of a reader."""
@@ -209,7 +209,7 @@ def _changed(random: Random, data: bytes, at: int, end: int, source: Seed) -> tu
             return data[:low] + str(new).encode() + data[high:], f"number {old} at byte {low} is now {new}"
         case 14 if values := [match.span(1) for match in _JSON_VALUE.finditer(data[at:end])][:4]:
             low, high = (at + edge for edge in random.choice(values))
-            text = random.choice((*_VALUES, b"[" + data[low:high] + b"]"))
+            text = random.choice((*_JSON_VALUES, b"[" + data[low:high] + b"]"))
             return data[:low] + text + data[high:], f"the JSON value at byte {low} is now {text[:40]!r}"
         case _:
             other = random.randrange(len(data) + 1)

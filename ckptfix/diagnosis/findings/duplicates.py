@@ -108,7 +108,7 @@ class ShiftedEntries(Finding):
     positions: int
 
     def __str__(self) -> str:
-        return f"{self.path} belongs at {self.belongs}: duplicates before it moved it by {self.positions}"
+        return f"{self.path} belongs at {self.belongs}: duplicates before it raised its number by {self.positions}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

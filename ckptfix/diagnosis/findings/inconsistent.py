@@ -1,8 +1,7 @@
 """Findings about states that are not what their file names promise, or that disagree with themselves or the weights."""
 
-from pathlib import PurePosixPath
-
 from math import prod
+from pathlib import PurePosixPath
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
