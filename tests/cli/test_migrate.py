@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
     torch.save({"x": shared, "y": shared, "z": torch.zeros(8)}, path / "pytorch_model.bin")
     write_safetensors(path / "model_1.safetensors", {"w": torch.zeros(2)})
     (path / "pytorch_model_1.bin").write_bytes((path / "pytorch_model.bin").read_bytes())
-    for name in ("random_states_0.pkl", "optimizer.bin"):
-        torch.save({}, path / name)
+    (path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    torch.save({"state": {}, "param_groups": []}, path / "optimizer.bin")
     return path
 
 
