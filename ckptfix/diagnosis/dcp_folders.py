@@ -293,7 +293,12 @@ def _of_file(
     # All tensors of one safetensors file have its offset.
     alone = [item for item in items if not looks_like_safetensors(begins.get(item.offset, b""))]
     for item, following in pairwise(alone):
-        if following.offset < item.offset + item.length:
+        # `migrate` writes tied weights once, and lists them under each key.
+        is_tie = None not in (item.offsets, following.offsets) and (item.offset, item.length) == (
+            following.offset,
+            following.length,
+        )
+        if following.offset < item.offset + item.length and not is_tie:
             detail = (
                 f"the items {item.fqn!r:.200} and {following.fqn!r:.200} overlap at byte {following.offset}"
             )

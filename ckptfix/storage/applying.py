@@ -461,7 +461,7 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
     source, target, moved = work.at(edit.source), work.at(edit.target), work.moved(index)
     at_source, at_target = fingerprint(source), fingerprint(target)
     # ``hold`` made a second name. Once a save has replaced the file at ``target``, it is the only name.
-    is_second_name = any(_holds_the_same(moved, path) for path in (source, target))
+    is_second_name = any(_is_second_name(moved, path, note.old) for path in (source, target))
     if os.path.lexists(moved) and not is_second_name:
         if at_source is None:
             _make_folder(source.parent)
@@ -492,14 +492,18 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
         sync_folder(folder)
 
 
-def _holds_the_same(moved: Path, path: Path) -> bool:
-    """Return whether two names have the same bytes: in a copied folder they are no longer one inode."""
-    held = fingerprint(moved)
-    return (
-        held is not None
-        and held.same_content(fingerprint(path))
-        and samples_digest(moved) == samples_digest(path)
-    )
+def _is_second_name(moved: Path, path: Path, old: Fingerprint | None) -> bool:
+    """Return whether two names are one file, or were before the folder was copied: links do not survive that.
+
+    A save that replaced the file with the same bytes left another time than the file in the journal has.
+    """
+    held, at = fingerprint(moved), fingerprint(path)
+    if held is None or at is None:
+        return False
+    if os.path.samefile(moved, path):
+        return True
+    was_replaced = old is not None and held.mtime_ns == old.mtime_ns != at.mtime_ns
+    return not was_replaced and held.same_content(at) and samples_digest(moved) == samples_digest(path)
 
 
 def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ckptfix.cli import run
 from tests.conversion.making import digests_at, names_below, write_safetensors
+from tests.repairs.builders import RANDOM_STATES
 
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "golden"
 

@@ -12,6 +12,7 @@ from ckptfix import ChangedError, OperationError, migrate, seal
 from ckptfix.storage.atomic import create_file
 from ckptfix.verification.verify import verify
 from tests.conversion.making import FORMATS, digests_at, names_below, write_safetensors
+from tests.repairs.builders import RANDOM_STATES
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def sealed(tmp_path: Path) -> Path:
     folder.mkdir()
     for name, fill in (("model.safetensors", 1.0), ("model_1.safetensors", 2.0)):
         write_safetensors(folder / name, {"w": torch.full((64,), fill), "b": torch.zeros(0)})
-    for name in ("random_states_0.pkl", "optimizer.bin"):
-        torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": []}, folder / name)
+    (folder / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": []}, folder / "optimizer.bin")
     assert seal(folder).written
     return folder
 

@@ -73,6 +73,7 @@ def write_seeds(folder: Path) -> None:
 
 
 def _write_made(folder: Path) -> None:
+    import numpy
     import safetensors.torch
     import torch
 
@@ -122,7 +123,11 @@ def _write_made(folder: Path) -> None:
     put("torch zip", "no-checksums", {"pytorch_model.bin": saved(weights), "optimizer.bin": saved(state)})
     torch.serialization.set_crc32_options(True)
     put("torch zip", "written-by-zipfile", {"pytorch_model.bin": _repacked(saved(weights))})
-    numbers = {"python": (3, tuple(range(9)), None), "cpu": torch.get_rng_state()[:64].clone()}
+    numbers = {
+        "python": (3, tuple(range(9)), None),
+        "numpy": ("MT19937", numpy.arange(9, dtype=numpy.uint32), 9, 0, 0.0),
+        "cpu": torch.get_rng_state()[:64].clone(),
+    }
     put(
         "Trainer",
         "checkpoint-2",

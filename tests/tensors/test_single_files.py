@@ -26,7 +26,8 @@ def two_shards(root: Path, first: dict[str, str], second: dict[str, str], **word
     root.mkdir(exist_ok=True)
     save_file({"a.weight": torch.ones(4)}, root / names[0], metadata=first)
     save_file({"emb.weight": torch.ones(2)}, root / names[1], metadata=second)
-    document = {"weight_map": dict(zip(("a.weight", "emb.weight"), names, strict=True)), **words}
+    weight_map = dict(zip(("a.weight", "emb.weight"), names, strict=True))
+    document = {"metadata": {}, "weight_map": weight_map, **words}
     (root / "model.safetensors.index.json").write_text(json.dumps(document))
     return root
 

@@ -433,7 +433,7 @@ def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: P
     report = compared(folder, folder / FILES)
     assert report.status == 1
     assert wrong(report)["modeling.py"][0] == "extra"
-    assert f"modeling.py: is not covered by {folder / FILES}" in str(report)
+    assert f"modeling.py: not covered by {folder / FILES}" in str(report)
     (folder / "modeling.py").unlink()
     (folder / "model.safetensors").unlink()
     assert wrong(compared(folder, folder / FILES))["model.safetensors"][0] == "missing"
