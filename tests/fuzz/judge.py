@@ -140,10 +140,14 @@ class Judge:
     def _units(self, kind: str, root: Path) -> dict[str, Callable[[], Any]]:
         """Return what is read as one: each DCP folder, the files of DeepSpeed, an index with its shards, or a file."""
         files = [path for path in root.rglob("*") if path.is_file()]
-        # accelerate allows arrays of numpy in each file that it loads itself (``utils/other.py``).
-        allowed = () if kind in ("Trainer", "FSDP per rank") else self._safe
+        # accelerate allows arrays of numpy in each file that it loads itself (``utils/other.py``), the Trainer in its
+        # random states (``trainer_pt_utils.py:safe_globals``).
+        is_of_accelerate = kind not in ("Trainer", "FSDP per rank")
         units: dict[str, Callable[[], Any]] = {
-            str(path.relative_to(root)): functools.partial(self._file, path, allowed) for path in files
+            str(path.relative_to(root)): functools.partial(
+                self._file, path, self._safe if is_of_accelerate or path.name.startswith("rng_state") else ()
+            )
+            for path in files
         }
         if kind == "DCP":
             return {
