@@ -223,7 +223,10 @@ def test_a_script_with_a_fixed_folder_that_resumes_itself(
     (tmp_path / "fixed.py").write_text(FIXED.format(folder=str(Path(SCRIPT).parent)))
     status, text = said(capsys, "--output", "out", "--", "fixed.py")
     assert status == 1, text
-    assert "NOT EXACT: fixed.py: saved after step 4, killed and resumed, it goes another way" in text
+    assert (
+        "NOT EXACT: fixed.py: saved after step 4, killed and resumed, it diverges from the uninterrupted run"
+        in text
+    )
     assert "step 5: batch: the one that the uninterrupted run used at step 1" in text
     assert "cause: the script does not skip the batches that were used" in text
     assert "not checked: the order of the next epoch" in text

@@ -532,7 +532,7 @@ def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Pl
                     assert "finds another model in " in advice
                 assert "load_state fails" in advice
                 is_default = any("doubled-model" in one["fixes"] for one in receipt["steps"])
-                assert ("until you undo it" in advice) == is_default
+                assert ("undo the repair if" in advice) == is_default
             elif row.is_correct:
                 assert played.loaded[folder, False][name] == trained
 
