@@ -1,8 +1,11 @@
 """Changes of a save near its metadata. A mutant is a function of the seed of a run and of its number alone."""
 
+import lzma
 import pickletools
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import PurePath
@@ -40,6 +43,12 @@ _NAMES = (
 )  # fmt: skip
 _SWAPPED = (b"R", b"\x81", b"b", b"s", b"a", b"\x85", b"\x86", b"t", b"u", b"e")
 """What an opcode becomes: values, globals that torch allows, and opcodes without an operand."""
+
+_UNREADABLE = (
+    zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, IndexError, struct.error, zlib.error,
+    lzma.LZMAError,
+)  # fmt: skip
+"""Errors of ``zipfile`` and ``pickletools`` for changed records; for one marked as encrypted it is a RuntimeError."""
 
 
 class Mutant(NamedTuple):
@@ -108,14 +117,14 @@ def metadata(name: str, data: bytes) -> list[tuple[int, int]]:
 def edited_pickle(random: Random, data: bytes) -> tuple[bytes, str] | None:
     """Return a zip file of torch with one opcode of its pickle changed, packed again with correct checksums.
 
-    None for another file, or one whose pickle was changed before so that it has no opcodes.
+    None for another file, or one that an earlier change made unreadable: encrypted, compressed, without opcodes.
     """
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             records = {name: archive.read(name) for name in archive.namelist()}
         (name,) = (name for name in records if name.endswith("/data.pkl"))
         found = list(pickletools.genops(records[name]))
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, IndexError):
+    except _UNREADABLE:
         return None
     pickle = records[name]
     edges = [position or 0 for _, _, position in found]

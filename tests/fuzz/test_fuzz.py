@@ -64,6 +64,16 @@ def test_an_edited_pickle_has_correct_checksums() -> None:
     assert edited_pickle(Random(0), b"12345") is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [(8, 1), (10, 8), (10, 12), (10, 14), (10, 99)], ids=lambda value: f"{value}"
+)
+def test_a_pickle_that_an_earlier_change_made_unreadable_is_not_edited(field: int, value: int) -> None:
+    """The directory marks it as encrypted, or as compressed in some way."""
+    data = bytearray(torch_bytes())
+    data[data.index(b"PK\1\2") + field] = value
+    assert edited_pickle(Random(0), bytes(data)) is None
+
+
 def test_tensors_are_left_out_of_the_metadata() -> None:
     data = torch_bytes()
     at = data.index(b"\x77" * 4000)
