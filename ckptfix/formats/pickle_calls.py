@@ -2,7 +2,7 @@
 
 A changed byte can leave a pickle readable as opcodes, and turn a number of a call into a string, or drop an argument.
 No checksum shows that where the file has none, or was packed again. Each call of a function that torch allows by
-default is compared with the parameters of that function; a call of any other function is not judged.
+default, or that numpy pickles by, is compared with the parameters of that function; no other call is judged.
 
 Facts from torch 2.13: ``torch/_weights_only_unpickler.py`` (what may be called, built and filled), ``torch/_utils.py``
 and ``torch/_tensor.py`` (parameters of ``_rebuild_*``), ``torch/serialization.py`` (``persistent_load``, the devices).
@@ -12,15 +12,19 @@ that no pickler writes: there, one of them does.
 
 import codecs
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_arrays import ARRAY_RULES, problem_of_array_states
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
     MAPPINGS,
     OF_RESULTS,
+    Parameter,
+    Pickle,
+    Rule,
     count,
     function_of,
     is_hashable,
@@ -78,13 +82,6 @@ _FROM_TYPE = ("torch._tensor", "_rebuild_from_type_v2")
 _ORDERED_DICT = ("collections", "OrderedDict")
 
 
-class _Pickle(NamedTuple):
-    """The storages of a pickle by their keys, and ids of tuples that can be keys."""
-
-    known: Mapping[str, PickledStorage]
-    hashable: set[int]
-
-
 def ensure_calls(
     tree: PickleTree, known: Mapping[str, PickledStorage], *, has_checksum: bool = False
 ) -> None:
@@ -101,7 +98,9 @@ def ensure_calls(
                 raise FormatError(
                     f"a storage was saved on {storage.location!r:.80}, which torch does not know"
                 )
-    pickle = _Pickle(known, set())
+    if "BUILD on global" in tree.refused_opcodes:
+        raise FormatError("the pickle gives a state to a function or a class, so torch.load fails")
+    pickle = Pickle(known, set())
     if not all(is_hashable(key, pickle.hashable) for key in tree.keys):
         raise FormatError("the pickle has a key that cannot be one, such as a list, so torch.load fails")
     left = _LOOKS * len(tree.data)
@@ -185,24 +184,28 @@ def _name(head: object) -> str:
     return noun(kind_of(head))
 
 
-def _problem(node: Node, pickle: _Pickle, depth: int = 0) -> str:
+def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     """Return what is wrong with a call, in words that follow its name; "" for one that torch can make."""
     function, args = function_of(node.head), node.args
+    is_listed = node.kind is Kind.NEW_EX or type(args) is tuple or kind_of(args) in ("", "torch.Size")
+    if not is_listed:
+        return "with arguments that are not a tuple"
     if function is None:
         return "as a function, which it is not" if kind_of(node.head) else ""
     name = function[1]
     is_storage = name.endswith("Storage") and function not in _CALLED_STORAGES
     if is_storage or kind_of(node.head) != "function or class":
         return "as a function, which it is not"
-    if node.states and (problem := _problem_of_states(function, node.states)):
+    problem = problem_of_array_states(function, node) or _problem_of_states(function, node.states or [])
+    if problem:
         return problem
     if node.kind is Kind.NEW_EX:
         return ""
-    if node.kind is Kind.NEW and (name.startswith("_") or name == "encode"):
+    if node.kind is Kind.NEW and (name.startswith("_") or name in ("encode", "scalar")):
         return "as a class, which it is not"
     if type(args) is not tuple:
-        if kind_of(args) != "torch.Size":
-            return "with arguments that are not a tuple" if kind_of(args) else ""
+        if not kind_of(args):
+            return ""
         args = members(args)
     if name.endswith("Tensor"):
         return _problem_of_class(args, is_sparse="sparse" in function[0])
@@ -249,22 +252,6 @@ def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
     is_sized = all(kind == "int" and 0 <= value < _INT64 for kind, value in zip(kinds, args, strict=True))
     is_right = is_sized or "" in kinds or (len(args) == 1 and kinds[0] in data)
     return "" if is_right else "with something else than sizes or data"
-
-
-class _Parameter(NamedTuple):
-    """A parameter in words, the kinds that fit it (None: all), and what a value of these must be."""
-
-    words: str
-    kinds: Collection[str] | None
-    accepts: Callable[[Any], bool] | None = None
-
-
-class _Rule(NamedTuple):
-    """The parameters of a function, how many of them must be there, and what is wrong with them together."""
-
-    parameters: tuple[_Parameter, ...]
-    least: int
-    problem: Callable[[tuple[Any, ...], _Pickle], str] | None = None
 
 
 def _are_numbers(value: Any) -> bool:
@@ -357,23 +344,23 @@ def _is_layout(value: Any) -> bool:
     return type(value) is Text and value.value in _LAYOUTS
 
 
-_STORAGE = _Parameter("a storage", ("storage",))
-_OFFSET = _Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
-_SIZES = _Parameter("a tuple of numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
-_STRIDES = _Parameter("a tuple of numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
-_FLAG = _Parameter("a bool", ("bool",))
-_FLAG_OR_NONE = _Parameter("a bool", ("bool", "None"))
-_DTYPE = _Parameter("a torch.dtype", ("torch.dtype", "None"))
-_PLAIN_DTYPE = _Parameter("a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype)
-_TENSOR = _Parameter("a tensor", ("tensor",))
-_TENSOR_OR_NONE = _Parameter("a tensor", ("tensor", "None"))
-_LAYOUT = _Parameter("a torch.layout", ("torch.layout",))
-_DEVICE = _Parameter("a device that torch knows", ("torch.device", "str", "None"), _is_device)
-_METADATA = _Parameter("a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags)
-_ATTRIBUTES = _Parameter(
+_STORAGE = Parameter("a storage", ("storage",))
+_OFFSET = Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
+_SIZES = Parameter("a tuple of numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
+_STRIDES = Parameter("a tuple of numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
+_FLAG = Parameter("a bool", ("bool",))
+_FLAG_OR_NONE = Parameter("a bool", ("bool", "None"))
+_DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"))
+_PLAIN_DTYPE = Parameter("a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype)
+_TENSOR = Parameter("a tensor", ("tensor",))
+_TENSOR_OR_NONE = Parameter("a tensor", ("tensor", "None"))
+_LAYOUT = Parameter("a torch.layout", ("torch.layout",))
+_DEVICE = Parameter("a device that torch knows", ("torch.device", "str", "None"), _is_device)
+_METADATA = Parameter("a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags)
+_ATTRIBUTES = Parameter(
     "a dict of attributes", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_attributes
 )
-_HOOKS = _Parameter("anything", None)
+_HOOKS = Parameter("anything", None)
 
 
 def _can_have_gradients(tensor: Any) -> bool:
@@ -404,7 +391,7 @@ def _problem_of_sizes(shape: Any, stride: Any) -> str:
     return "" if sizes == strides else f"with {sizes} sizes and {strides} strides"
 
 
-def _of_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     """Compare the parameters of a plain tensor with its storage.
 
     Raises FormatError, as ``read_tensor`` does, where the tensor reaches out of the storage.
@@ -422,7 +409,7 @@ def _of_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return problem
 
 
-def _of_tensor_v3(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
     dtype = args[6].head[1] if type(args[6]) is Node else ""
     if args[4] is True:
         # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that requires grad".
@@ -434,7 +421,7 @@ def _of_tensor_v3(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return problem
 
 
-def _of_quantized_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_quantized_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     storage, offset, shape, stride, _, has_gradients, _ = args
     if has_gradients is True:
         return "for gradients of integers"
@@ -451,24 +438,24 @@ def _of_quantized_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return _problem_of_sizes(shape, stride)
 
 
-def _of_parameter(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_parameter(args: tuple[Any, ...], pickle: Pickle) -> str:
     has_gradients = args[1] if len(args) > 1 else bool(args)
     is_right = has_gradients is not True or _can_have_gradients(args[0])
     return "" if is_right else "for gradients of integers"
 
 
-def _of_meta_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_meta_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     dtype, shape, stride, has_gradients = args
     if has_gradients is True and not _is_of_floats(dtype):
         return "for gradients of integers"
     return _problem_of_sizes(shape, stride)
 
 
-def _of_device_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_device_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     return "for gradients of integers" if args[3] is True and not _is_of_floats(args[1]) else ""
 
 
-def _of_sparse_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_sparse_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     layout, data = args[0], members(args[1])
     name = layout.args[0] if type(layout) is Node and type(layout.args) is tuple and layout.args else None
     if type(name) is not Text:
@@ -481,7 +468,7 @@ def _of_sparse_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return "" if is_right else "with something else than the tensors of its layout"
 
 
-def _of_nested_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_nested_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     for number, (tensor, dimensions) in enumerate(zip(args, (1, 2, 2, None), strict=True), 1):
         if type(tensor) is not Node or type(tensor.head) is not Node or tensor.head.head != _REBUILD_V2:
             # A parameter has gradients, which the numbers of sizes cannot have.
@@ -495,7 +482,7 @@ def _of_nested_tensor(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return ""
 
 
-def _of_encoded(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_encoded(args: tuple[Any, ...], pickle: Pickle) -> str:
     """Say why a text cannot be encoded; rare encodings, and what handles errors, are not tried."""
     encoding = args[1].value if len(args) > 1 and type(args[1]) is Text else "utf-8"
     try:
@@ -509,27 +496,27 @@ def _of_encoded(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return ""
 
 
-def _of_members(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_members(args: tuple[Any, ...], pickle: Pickle) -> str:
     values = members(args[0]) if args and kind_of(args[0]) in ITERABLE else ()
     is_right = all(is_hashable(value, pickle.hashable) for value in values)
     return "" if is_right else "with a member that cannot be one, such as a list"
 
 
-def _of_pairs(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_pairs(args: tuple[Any, ...], pickle: Pickle) -> str:
     pairs = members(args[0]) if args and kind_of(args[0]) not in MAPPINGS else ()
     keys = [members(pair)[0] for pair in pairs if kind_of(pair) in ("tuple", "list")]
     is_right = all(is_hashable(key, pickle.hashable) for key in keys)
     return "" if is_right else "with a key that cannot be one, such as a list"
 
 
-def _of_bytearray(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_bytearray(args: tuple[Any, ...], pickle: Pickle) -> str:
     kind = kind_of(args[0]) if args else ""
     if kind and (kind == "str") != (len(args) > 1):
         return "for a str without an encoding" if kind == "str" else "with an encoding of something else"
     return _of_encoded(args, pickle) if len(args) > 1 else ""
 
 
-def _of_complex(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_complex(args: tuple[Any, ...], pickle: Pickle) -> str:
     if not args or type(args[0]) is not Text:
         return ""
     try:
@@ -539,7 +526,7 @@ def _of_complex(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return "for a str and a number" if len(args) > 1 else ""
 
 
-def _of_device(args: tuple[Any, ...], pickle: _Pickle) -> str:
+def _of_device(args: tuple[Any, ...], pickle: Pickle) -> str:
     name, index = args if len(args) == 2 else (args[0], None)
     if len(args) == 2 and kind_of(name) in ("int", "torch.device"):
         return f"with a wrong argument 1 (expected a str, found {noun(kind_of(name))})"
@@ -548,83 +535,84 @@ def _of_device(args: tuple[Any, ...], pickle: _Pickle) -> str:
     return "with an index that is not one" if is_wrong else ""
 
 
-_TEXT = _Parameter("a str", ("str",))
-_NUMBER = _Parameter("a number", ("int", "float", "bool", "complex"))
+_TEXT = Parameter("a str", ("str",))
+_NUMBER = Parameter("a number", ("int", "float", "bool", "complex"))
 _MADE_OF = ("None", "tensor", "storage", *ITERABLE)
 _TENSOR_PARAMETERS = (_STORAGE, _OFFSET, _SIZES, _STRIDES, _FLAG, _HOOKS)
 _PARAMETER_PARAMETERS = (_TENSOR_OR_NONE, _FLAG, _HOOKS)
 _DEVICE_PARAMETERS = (_PLAIN_DTYPE, _DEVICE, _FLAG)
 
-_RULES: dict[tuple[str, str], _Rule] = {
-    ("collections", "OrderedDict"): _Rule((_Parameter("pairs", ITERABLE, _are_pairs),), 0, _of_pairs),
-    ("collections", "Counter"): _Rule((_Parameter("what can be counted", _MADE_OF),), 0, _of_members),
-    ("builtins", "set"): _Rule((_Parameter("what can be in a set", _MADE_OF[1:]),), 0, _of_members),
-    ("builtins", "bytearray"): _Rule(
+_RULES: Mapping[tuple[str, str], Rule] = {
+    ("collections", "OrderedDict"): Rule((Parameter("pairs", ITERABLE, _are_pairs),), 0, _of_pairs),
+    ("collections", "Counter"): Rule((Parameter("what can be counted", _MADE_OF),), 0, _of_members),
+    ("builtins", "set"): Rule((Parameter("what can be in a set", _MADE_OF[1:]),), 0, _of_members),
+    ("builtins", "bytearray"): Rule(
         (
-            _Parameter("bytes", ("int", "bool", *_MADE_OF[1:]), _make_bytes),
-            _Parameter("an encoding", ("str",)),
+            Parameter("bytes", ("int", "bool", *_MADE_OF[1:]), _make_bytes),
+            Parameter("an encoding", ("str",)),
             _TEXT,
         ),
         0,
         _of_bytearray,
     ),
-    ("builtins", "complex"): _Rule(
-        (_Parameter("a number", ("int", "float", "bool", "complex", "str")), _NUMBER), 0, _of_complex
+    ("builtins", "complex"): Rule(
+        (Parameter("a number", ("int", "float", "bool", "complex", "str")), _NUMBER), 0, _of_complex
     ),
-    ("_codecs", "encode"): _Rule((_TEXT, _TEXT, _TEXT), 1, _of_encoded),
-    ("torch", "Size"): _Rule((_Parameter("numbers", _MADE_OF[1:], _make_a_size),), 0),
-    ("torch", "device"): _Rule(
+    ("_codecs", "encode"): Rule((_TEXT, _TEXT, _TEXT), 1, _of_encoded),
+    ("torch", "Size"): Rule((Parameter("numbers", _MADE_OF[1:], _make_a_size),), 0),
+    ("torch", "device"): Rule(
         (
-            _Parameter("a device that torch knows", ("str", "torch.device", "int"), _is_device),
-            _Parameter("an index", ("int", "None")),
+            Parameter("a device that torch knows", ("str", "torch.device", "int"), _is_device),
+            Parameter("an index", ("int", "None")),
         ),
         1,
         _of_device,
     ),
-    ("torch.serialization", "_get_layout"): _Rule(
-        (_Parameter("the name of a layout", ("str",), _is_layout),), 1
+    ("torch.serialization", "_get_layout"): Rule(
+        (Parameter("the name of a layout", ("str",), _is_layout),), 1
     ),
-    ("torch.nn.parameter", "Parameter"): _Rule((_TENSOR_OR_NONE, _FLAG), 0, _of_parameter),
-    ("torch._utils", "_rebuild_tensor"): _Rule(_TENSOR_PARAMETERS[:4], 4, _of_tensor),
-    _REBUILD_V2: _Rule((*_TENSOR_PARAMETERS, _METADATA), 6, _of_tensor),
-    _REBUILD_V3: _Rule((*_TENSOR_PARAMETERS[:4], _FLAG_OR_NONE, _HOOKS, _DTYPE, _METADATA), 7, _of_tensor_v3),
-    _REBUILD_PARAMETER: _Rule(_PARAMETER_PARAMETERS, 3, _of_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Rule(
+    ("torch.nn.parameter", "Parameter"): Rule((_TENSOR_OR_NONE, _FLAG), 0, _of_parameter),
+    ("torch._utils", "_rebuild_tensor"): Rule(_TENSOR_PARAMETERS[:4], 4, _of_tensor),
+    _REBUILD_V2: Rule((*_TENSOR_PARAMETERS, _METADATA), 6, _of_tensor),
+    _REBUILD_V3: Rule((*_TENSOR_PARAMETERS[:4], _FLAG_OR_NONE, _HOOKS, _DTYPE, _METADATA), 7, _of_tensor_v3),
+    _REBUILD_PARAMETER: Rule(_PARAMETER_PARAMETERS, 3, _of_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Rule(
         (*_PARAMETER_PARAMETERS, _ATTRIBUTES), 4, _of_parameter
     ),
-    ("torch._utils", "_rebuild_qtensor"): _Rule(
+    ("torch._utils", "_rebuild_qtensor"): Rule(
         (
             *(_STORAGE, _OFFSET, _SIZES, _SIZES),
-            _Parameter("a scheme of quantization with its numbers", ("tuple", "list"), _is_quantizer),
+            Parameter("a scheme of quantization with its numbers", ("tuple", "list"), _is_quantizer),
             *(_FLAG, _HOOKS),
         ),
         7,
         _of_quantized_tensor,
     ),
-    ("torch._utils", "_rebuild_sparse_tensor"): _Rule(
-        (_LAYOUT, _Parameter("a tuple of tensors", ("tuple", "list"))), 2, _of_sparse_tensor
+    ("torch._utils", "_rebuild_sparse_tensor"): Rule(
+        (_LAYOUT, Parameter("a tuple of tensors", ("tuple", "list"))), 2, _of_sparse_tensor
     ),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _Rule(
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): Rule(
         (_PLAIN_DTYPE, _SIZES, _SIZES, _FLAG_OR_NONE), 4, _of_meta_tensor
     ),
-    ("torch._utils", "_rebuild_nested_tensor"): _Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
-    ("torch._utils", "_rebuild_wrapper_subclass"): _Rule(
-        (_Parameter("a class of its own", ()), _DTYPE, _SIZES, _STRIDES, _HOOKS, _LAYOUT, _DEVICE, _FLAG), 8
+    ("torch._utils", "_rebuild_nested_tensor"): Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
+    ("torch._utils", "_rebuild_wrapper_subclass"): Rule(
+        (Parameter("a class of its own", ()), _DTYPE, _SIZES, _STRIDES, _HOOKS, _LAYOUT, _DEVICE, _FLAG), 8
     ),
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _Rule(
-        (_Parameter("an array of numpy", ()), *_DEVICE_PARAMETERS), 4, _of_device_tensor
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): Rule(
+        (Parameter("an array of numpy", ("numpy.ndarray",)), *_DEVICE_PARAMETERS), 4, _of_device_tensor
     ),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _Rule(
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): Rule(
         (_TENSOR, *_DEVICE_PARAMETERS), 4, _of_device_tensor
     ),
-    _FROM_TYPE: _Rule(
+    _FROM_TYPE: Rule(
         (
-            _Parameter("a function", ("function or class",)),
-            _Parameter("a class of tensors", ("function or class",), _is_class_of_tensors),
-            _Parameter("a tuple", ("tuple", "list", "torch.Size")),
+            Parameter("a function", ("function or class",)),
+            Parameter("a class of tensors", ("function or class",), _is_class_of_tensors),
+            Parameter("a tuple", ("tuple", "list", "torch.Size")),
             _ATTRIBUTES,
         ),
         4,
     ),
+    **ARRAY_RULES,
 }
-"""Each function that weights_only calls by default -> its parameters."""
+"""Each function whose calls are judged -> its parameters."""

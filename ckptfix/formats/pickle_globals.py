@@ -196,6 +196,21 @@ SAFE_IN_FSDP = frozenset(
 )
 """Globals that ``torch.load(weights_only=True)`` reads where FSDP2 was imported, as in every run that uses it."""
 
+_NUMPY_DTYPES = """
+    Bool Byte Bytes CLongDouble Complex128 Complex64 DateTime64 Float16 Float32 Float64 Int Int16 Int32 Int64 Int8 Long
+    LongDouble LongLong Object Short Str String TimeDelta64 UByte UInt UInt16 UInt32 UInt64 UInt8 ULong ULongLong UShort
+    Void"""
+NUMPY_DTYPES = frozenset(f"{name}DType" for name in _NUMPY_DTYPES.split())
+"""Names of the classes in ``numpy.dtypes``."""
+
+OF_NUMPY = frozenset(
+    _named("numpy", "ndarray dtype")
+    | _named("numpy.core.multiarray", "_reconstruct scalar")  # as numpy before 2.0 wrote them
+    | _named("numpy._core.multiarray", "_reconstruct scalar")
+    | {("numpy.dtypes", name) for name in NUMPY_DTYPES}
+)
+"""Globals by which numpy pickles dtypes, arrays and scalars."""
+
 _SAFE_IN_RNG_STATE = frozenset(
     _named("numpy", "ndarray dtype")
     | _named("numpy.dtypes", "UInt32DType")

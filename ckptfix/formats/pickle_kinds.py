@@ -1,10 +1,11 @@
 """Kinds of the values that a pickle makes, as far as they show without making any: "int", "tensor", "torch.Size"."""
 
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
-from ckptfix.formats.pickle_globals import DTYPES, SAFE, python_3_name
+from ckptfix.formats.pickle_globals import DTYPES, OF_NUMPY, SAFE, python_3_name
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, Text
-from ckptfix.formats.torch_tensors import is_rebuild
+from ckptfix.formats.torch_tensors import PickledStorage, is_rebuild
 
 QSCHEMES = frozenset(
     {
@@ -23,7 +24,7 @@ MAPPINGS = frozenset({"dict", "OrderedDict", "Counter"})
 ITERABLE = frozenset({"str", "bytes", "tuple", "list", "set", "torch.Size", "bytearray", *MAPPINGS})
 """Kinds whose members ``members`` returns."""
 
-_UNHASHABLE = frozenset({"list", "dict", "set", "bytearray", "OrderedDict", "Counter"})
+_UNHASHABLE = frozenset({"list", "dict", "set", "bytearray", "OrderedDict", "Counter", "numpy.ndarray"})
 _OF_NODES = {
     Kind.LIST: "list",
     Kind.DICT: "dict",
@@ -43,15 +44,40 @@ OF_RESULTS = {
     ("torch", "device"): "torch.device",
     ("torch.serialization", "_get_layout"): "torch.layout",
 }
-"""Functions and classes -> the kind of what they make; tensors apart."""
+"""Functions and classes -> the kind of what they make; tensors and arrays apart."""
+
+_JUDGED = SAFE | OF_NUMPY
+
+
+class Pickle(NamedTuple):
+    """The storages of a pickle by their keys, and ids of tuples that can be keys."""
+
+    known: Mapping[str, PickledStorage]
+    hashable: set[int]
+
+
+class Parameter(NamedTuple):
+    """A parameter in words, the kinds that fit it (None: all), and what a value of these must be."""
+
+    words: str
+    kinds: Collection[str] | None
+    accepts: Callable[[Any], bool] | None = None
+
+
+class Rule(NamedTuple):
+    """The parameters of a function, how many of them must be there, and what is wrong with them together."""
+
+    parameters: tuple[Parameter, ...]
+    least: int
+    problem: Callable[[tuple[Any, ...], Pickle], str] | None = None
 
 
 def function_of(head: object) -> tuple[str, str] | None:
-    """Return the Python 3 name of a global that torch allows by default, None for anything else."""
+    """Return the Python 3 name of a global that torch allows by default or numpy pickles by, None for others."""
     if type(head) is not Node or head.kind is not Kind.GLOBAL:
         return None
     name = python_3_name(*head.head)
-    return name if name in SAFE else None
+    return name if name in _JUDGED else None
 
 
 def kind_of(value: Any) -> str:
@@ -72,9 +98,21 @@ def kind_of(value: Any) -> str:
         return "torch.qscheme" if name in QSCHEMES else "function or class"
     if value.kind not in CALLS or name == "_rebuild_from_type_v2":
         return ""
+    if function in OF_NUMPY:
+        return _kind_of_numpy(function, value.args)
     if is_rebuild(*function) or name.endswith("Tensor") or name == "Parameter":
         return "tensor"
     return OF_RESULTS.get(function, "")
+
+
+def _kind_of_numpy(function: tuple[str, str], args: Any) -> str:
+    """Return the kind of what a function of numpy makes: "" for a scalar, or an array of a class of the user's."""
+    module, name = function
+    if name == "dtype" or module == "numpy.dtypes":
+        return "numpy.dtype"
+    cls = args[0] if name == "_reconstruct" and type(args) is tuple and args else None
+    is_array = name == "ndarray" or function_of(cls) == ("numpy", "ndarray")
+    return "numpy.ndarray" if is_array else ""
 
 
 def noun(kind: str) -> str:

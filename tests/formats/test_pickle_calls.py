@@ -4,6 +4,7 @@ import _codecs
 import io
 import pickle
 import random
+import re
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -204,6 +205,106 @@ def test_a_call_is_refused_where_torch_refuses_it(tmp_path: Path, name: str) -> 
     assert bool(opcodes) == bool(said), f"torch says {said!r}, the reader says {opcodes}"
 
 
+NUMPY_SAFE = [
+    numpy.ndarray,
+    numpy.dtype,
+    numpy._core.multiarray._reconstruct,
+    (numpy._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+    numpy._core.multiarray.scalar,
+    *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__),
+]
+BYTES = Call(_codecs.encode, ("b", "latin1"))
+DTYPE_STATE = (3, "<", None, None, None, -1, -1, 0)
+UINT32 = Call(numpy.dtype, ("u4", False, True), (DTYPE_STATE,))
+OBJECT = Call(numpy.dtype, ("O8", False, True), ((3, "|", None, None, None, -1, -1, 63),))
+CONTENT = Call(_codecs.encode, ("\0" * 8, "latin1"))
+ARRAY_STATE = (1, (2,), UINT32, False, CONTENT)
+ARRAY = Call(numpy._core.multiarray._reconstruct, (numpy.ndarray, (0,), BYTES), (ARRAY_STATE,))
+NUMPY_CALLS = {
+    "a dtype": UINT32,
+    "an array": ARRAY,
+    "an array without a version": Call(ARRAY.function, ARRAY.args, (ARRAY_STATE[1:],)),
+    "a scalar": Call(numpy._core.multiarray.scalar, (UINT32, CONTENT)),
+    "a class of dtypes": Call(numpy.dtypes.UInt32DType, ()),
+    "an ndarray": Call(numpy.ndarray, ((0,), BYTES)),
+}
+NUMPY_VALUES = VALUES | {
+    "'u4'": "u4",
+    "'foo'": "foo",
+    "'float64'": "float64",
+    "b'b'": BYTES,
+    "8 bytes": CONTENT,
+    "a dtype": UINT32,
+    "a dtype of objects": OBJECT,
+    "an array": ARRAY,
+    "numpy.ndarray": numpy.ndarray,
+    "the class UInt32DType": numpy.dtypes.UInt32DType,
+}
+
+
+NUMPY_UNJUDGED = re.compile(
+    # What describes a dtype in full is not looked into.
+    r"a dtype with (?:\[\('a'|\[\(\[|\{'a'|\{1|Counter).* as argument 1"
+    r"|an array.* with (?:\[\('a'|\[\(\[|\{'a'|\{1|Counter).* as argument 3"
+    r"|an ndarray with (?:\[\('a'|\[\(\[|\{'a'|\{1|Counter).* as argument 2"
+    r"|a dtype with (?:a tensor|integers|a parameter|an array) as argument [23]"
+    r"|a call of a scalar"
+    # numpy takes the bytes of a buffer as sizes, and no pickler writes one.
+    r"|an? (?:nd)?array.* with (?:bytes|bytearray|numbers|floats|b'b'|8 bytes|an array) as argument [12]"
+)
+
+
+def numpy_cases() -> Iterator[tuple[str, Any]]:
+    objects = (1, (2,), OBJECT, False, [1, 2])
+    for name, data in {"objects": [1, 2], "bytes": CONTENT, "a tuple": (1, 2), "None": None}.items():
+        state = (*objects[:-1], data)
+        yield f"an array of objects from {name}", ARRAY._replace(states=(state,))
+    for name, call in NUMPY_CALLS.items():
+        yield name, call
+        for count in range(len(call.args) + 1):
+            yield f"{name} with {count} arguments", call._replace(args=call.args[:count])
+        yield f"{name} with four arguments more", call._replace(args=(*call.args, *(None,) * 4))
+        yield f"{name} with arguments that are no tuple", call._replace(args=3)
+        yield f"{name} as a class", call._replace(opcode=pickle.NEWOBJ)
+        yield f"a call of {name}", Call(call, ())
+        yield f"{name} as a key", Entries(((call, 1),))
+        (state,) = call.states or ((),)
+        for count in range(len(state)):
+            shorter = (*state[:count], *state[count + 1 :])
+            yield f"{name} without value {count} of its state", call._replace(states=(shorter,))
+            longer = (*state[:count], state[count], *state[count:])
+            yield f"{name} with value {count} of its state twice", call._replace(states=(longer,))
+        for value_name, value in NUMPY_VALUES.items():
+            for place in range(len(call.args)):
+                changed = (*call.args[:place], value, *call.args[place + 1 :])
+                yield f"{name} with {value_name} as argument {place + 1}", call._replace(args=changed)
+            if call.states:
+                yield f"{name} with the state {value_name}", call._replace(states=(value,))
+            for place in range(len(state)):
+                changed = (*state[:place], value, *state[place + 1 :])
+                yield f"{name} with {value_name} in its state at {place}", call._replace(states=(changed,))
+
+
+NUMPY_CASES = {name: case for name, case in numpy_cases() if not NUMPY_UNJUDGED.match(name)}
+
+
+def numpy_refusal(data: bytes) -> str:
+    with torch.serialization.safe_globals(NUMPY_SAFE):
+        return refusal(data)
+
+
+@pytest.mark.filterwarnings("ignore")  # what numpy deprecates it still takes
+@pytest.mark.parametrize("name", sampled(NUMPY_CASES))
+def test_a_call_of_numpy_is_refused_where_numpy_refuses_it(tmp_path: Path, name: str) -> None:
+    data = zipped(pickled({"x": NUMPY_CASES[name], "w": TENSOR}))
+    said = numpy_refusal(data)
+    try:
+        opcodes = parsed(tmp_path, data).tree.refused_opcodes
+    except FormatError as error:
+        opcodes = (str(error),)
+    assert bool(opcodes) == bool(said), f"torch says {said!r}, the reader says {opcodes}"
+
+
 FOUND: dict[str, tuple[Any, str]] = {
     "a flag that is a number": (
         Call(rebuild._rebuild_tensor_v2, (*TENSOR.args[:4], 1, OrderedDict())),
@@ -381,6 +482,56 @@ def healthy() -> dict[str, Any]:
             "torch_manual_seed": torch.get_rng_state(),
         },
         "numpy": [numpy.float64(1.5), numpy.array(["a"]), numpy.random.default_rng(), numpy.zeros(1 << 18)],
+        "dtypes": [
+            numpy.dtype(text) for text in ("f2", ">f8", "U3", "S2", "O", "M8", "m8[25s]", "V5", "?", "G")
+        ],
+        "structured dtypes": [
+            numpy.dtype([("a", "i4"), ("b", "O")]),
+            numpy.dtype([("a", "<f8", (2,))]),
+            numpy.dtype([("a", "i1"), ("b", "f8")], align=True),
+            numpy.dtype((numpy.record, [(("title", "a"), "i4")])),
+            numpy.dtype([]),
+            numpy.dtype("i4", metadata={"x": 1}),
+            numpy.dtypes.StringDType(),
+            numpy.dtypes.UInt32DType,
+        ],
+        "arrays": [
+            numpy.arange(6.0).reshape(2, 3).T,
+            numpy.asfortranarray(numpy.ones((2, 3))),
+            numpy.array(5),
+            numpy.zeros((0, 3)),
+            numpy.array(["", "\u20ac"]),
+            numpy.array([b"", b"\xff"]),
+            numpy.array([], "S"),
+            numpy.array([None, {"a": [1]}, "text"]),
+            numpy.array("2020-01-01", "M8[ns]"),
+            numpy.array([1, 2], ">i2"),
+            numpy.array([(1, "a")], "i4,O"),
+            numpy.array([(1, 2)], "i4,i4").view(numpy.recarray),
+            numpy.ma.masked_array([1, 2], [True, False]),
+            numpy.array(["a"], numpy.dtypes.StringDType()),
+            numpy.array([True, False]),
+        ],
+        "scalars": [
+            numpy.str_("ab"),
+            numpy.bytes_(b"a"),
+            numpy.bool_(True),
+            numpy.datetime64("2020"),
+            numpy.timedelta64(3, "D"),
+            numpy.array([(1, "a")], "i4,O")[0],
+            numpy.array([(1, 2)], "i4,i4")[0],
+            numpy.longdouble(1),
+            numpy.complex64(1),
+            numpy.float16(1),
+        ],
+        "numpy's random states": [
+            numpy.random.RandomState(0),
+            numpy.random.RandomState(0).get_state(legacy=False),
+            numpy.random.Generator(numpy.random.Philox(1)),
+            numpy.random.default_rng(0).bit_generator.state,
+            numpy.random.MT19937(1).state,
+            numpy.random.SeedSequence(3),
+        ],
         "bytes": [
             b"",
             b"\xff\x00",
