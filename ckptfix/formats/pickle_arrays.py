@@ -175,7 +175,7 @@ def _is_data(data: Any, layout: _Layout, shape: Any) -> bool:
     length = _length(data)
     if length is None or layout.size is None or elements is None:
         return kind in ("bytes", "str") and length != -1
-    return length == layout.size * elements
+    return bool(length == layout.size * elements)
 
 
 def _length(data: Any) -> int | None:

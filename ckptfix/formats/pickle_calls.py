@@ -18,6 +18,8 @@ from typing import Any
 
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_arrays import ARRAY_RULES, problem_of_array_states
+from ckptfix.formats.pickle_dtensors import problem_of_dtensor
+from ckptfix.formats.pickle_globals import OF_DTENSORS
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
     MAPPINGS,
@@ -196,6 +198,8 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     is_storage = name.endswith("Storage") and function not in _CALLED_STORAGES
     if is_storage or kind_of(node.head) != "function or class":
         return "as a function, which it is not"
+    if function in OF_DTENSORS:
+        return problem_of_dtensor(name, node)
     problem = problem_of_array_states(function, node) or _problem_of_states(function, node.states or [])
     if problem:
         return problem

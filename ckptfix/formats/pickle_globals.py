@@ -196,6 +196,9 @@ SAFE_IN_FSDP = frozenset(
 )
 """Globals that ``torch.load(weights_only=True)`` reads where FSDP2 was imported, as in every run that uses it."""
 
+OF_DTENSORS = SAFE_IN_FSDP - {("torch.distributed.tensor", "DTensor")}
+"""Classes of the objects by which a DTensor is described."""
+
 _NUMPY_DTYPES = """
     Bool Byte Bytes CLongDouble Complex128 Complex64 DateTime64 Float16 Float32 Float64 Int Int16 Int32 Int64 Int8 Long
     LongDouble LongLong Object Short Str String TimeDelta64 UByte UInt UInt16 UInt32 UInt64 UInt8 ULong ULongLong UShort

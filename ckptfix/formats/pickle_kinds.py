@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from ckptfix.formats.pickle_globals import DTYPES, OF_NUMPY, SAFE, python_3_name
+from ckptfix.formats.pickle_globals import DTYPES, OF_DTENSORS, OF_NUMPY, SAFE, python_3_name
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, Text
 from ckptfix.formats.torch_tensors import PickledStorage, is_rebuild
 
@@ -46,7 +46,7 @@ OF_RESULTS = {
 }
 """Functions and classes -> the kind of what they make; tensors and arrays apart."""
 
-_JUDGED = SAFE | OF_NUMPY
+_JUDGED = SAFE | OF_NUMPY | OF_DTENSORS
 
 
 class Pickle(NamedTuple):
@@ -73,7 +73,7 @@ class Rule(NamedTuple):
 
 
 def function_of(head: object) -> tuple[str, str] | None:
-    """Return the Python 3 name of a global that torch allows by default or numpy pickles by, None for others."""
+    """Return the Python 3 name of a global that torch allows by default or whose calls are known, or None."""
     if type(head) is not Node or head.kind is not Kind.GLOBAL:
         return None
     name = python_3_name(*head.head)
@@ -98,6 +98,8 @@ def kind_of(value: Any) -> str:
         return "torch.qscheme" if name in QSCHEMES else "function or class"
     if value.kind not in CALLS or name == "_rebuild_from_type_v2":
         return ""
+    if function in OF_DTENSORS:
+        return name
     if function in OF_NUMPY:
         return _kind_of_numpy(function, value.args)
     if is_rebuild(*function) or name.endswith("Tensor") or name == "Parameter":

@@ -602,3 +602,65 @@ def test_what_torch_loads_is_read(tmp_path: Path, protocol: int, has_checksums: 
                 assert parsed(tmp_path, data).trailing == 0, name
     finally:
         torch.serialization.set_crc32_options(True)
+
+
+@pytest.fixture
+def dtensor() -> Iterator[Any]:
+    """Yield a function that makes a DTensor of a simulated group of four processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        yield lambda *placements: DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_dtensors_that_torch_saves_are_read(tmp_path: Path, dtensor: Any) -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for placements in (
+        (Shard(0), Replicate()),
+        (Replicate(), Partial("avg")),
+        (_StridedShard(0, split_factor=2), Shard(0)),
+    ):
+        for protocol in (2, 4, 5):
+            data = saved({"x": dtensor(*placements)}, pickle_protocol=protocol)
+            torch.load(io.BytesIO(data), weights_only=protocol == 2)
+            parsed(tmp_path, data)
+
+
+def test_what_describes_a_dtensor_is_refused_where_torch_refuses_it(tmp_path: Path, dtensor: Any) -> None:
+    from torch.distributed.tensor import DeviceMesh, Partial, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    new = pickle.NEWOBJ
+    cases = {
+        "a shard": Call(Shard, (), ({"dim": 0},), new),
+        "a shard of a wrong attribute": Call(Shard, (), ({"foo": 0},), new),
+        "a shard of a text": Call(Shard, (), ({"dim": "a"},), new),
+        "a shard with the state 3": Call(Shard, (), (3,), new),
+        "a shard without arguments": Call(Shard, 3, ({"dim": 0},), new),
+        "a sum": Call(Partial, (), ({"reduce_op": "sum"},), new),
+        "a sum of nothing": Call(Partial, (), ({},), new),
+        "a spec": Call(DTensorSpec, (), ({"mesh": None},), new),
+        "a spec that is called": Call(DTensorSpec, (), ({"mesh": None},)),
+        "sizes": Call(TensorMeta, (SIZE, (3, 1), torch.float32), (), new),
+        "sizes without a dtype": Call(TensorMeta, (SIZE, (3, 1)), (), new),
+        "a mesh": Call(DeviceMesh, (), ({"_dim_group_names": ["1"]},), new),
+        "a mesh of a number": Call(DeviceMesh, (), ({"_dim_group_names": [1]},), new),
+        "a call of a shard": Call(Call(Shard, (), ({"dim": 0},), new), ()),
+    }
+    for name, case in cases.items():
+        data = zipped(pickled({"x": case, "w": TENSOR}))
+        said = refusal(data)
+        try:
+            parsed(tmp_path, data)
+            refused = False
+        except FormatError:
+            refused = True
+        assert refused == bool(said), (name, said)
