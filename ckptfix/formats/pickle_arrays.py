@@ -1,8 +1,12 @@
-"""Calls by which numpy pickles dtypes, arrays and scalars, and the states that follow them.
+"""Calls by which numpy pickles arrays and torch what describes a DTensor, and the states that follow them.
 
 Facts from numpy 1.26 and 2.4: ``arraydescr_reduce``, ``arraydescr_setstate`` (``descriptor.c``), ``array_reduce`` and
 ``array_setstate`` (``methods.c``), ``array__reconstruct`` and ``array_scalar`` (``multiarraymodule.c``). A class of the
 user's has its own states, and what numpy takes from no pickler of its own is judged where that is simple.
+
+Facts from torch 2.13: ``_dtensor_spec.py`` and ``placement_types.py`` in ``torch/distributed/tensor``,
+``device_mesh.py`` and ``_mesh_layout.py`` in ``torch/distributed``. They are pickled as ``cls.__new__(cls)`` with a
+dict of its attributes, and the two named tuples with their values. The placements read their attributes in C++.
 """
 
 import re
@@ -21,7 +25,7 @@ from ckptfix.formats.pickle_kinds import (
     kind_of,
     members,
 )
-from ckptfix.formats.pickle_tree import CALLS, Node, Text
+from ckptfix.formats.pickle_tree import CALLS, Kind, Node, Text, pairs
 
 _INT32 = 1 << 31
 _INT64 = 1 << 63
@@ -302,3 +306,47 @@ ARRAY_RULES: Mapping[tuple[str, str], Rule] = {
     **{("numpy.dtypes", name): Rule((), 0) for name in _NO_ARGUMENTS},
 }
 """Each function by which numpy pickles -> its parameters."""
+
+
+_TUPLES = {"TensorMeta": 3, "ShardOrderEntry": 2}
+"""Named tuples -> their values."""
+
+_READ: dict[str, dict[str, tuple[str, ...]]] = {
+    "Shard": {"dim": ("int", "bool")},
+    "_StridedShard": {"dim": ("int", "bool"), "split_factor": ("int", "bool")},
+    "Partial": {"reduce_op": ("str",)},
+}
+"""Classes -> the attributes that a load reads, and the kinds that these can have."""
+
+
+def problem_of_dtensor(name: str, node: Node) -> str:
+    """Return what is wrong with a call of a class that describes a DTensor, in words; "" for nothing."""
+    if node.kind is Kind.NEW_EX or (type(node.args) is not tuple and not kind_of(node.args)):
+        return ""
+    expected = _TUPLES.get(name, 0)
+    given = len(members(node.args))
+    if node.kind is not Kind.NEW or given != expected:
+        return f"with {given} argument{'' if given == 1 else 's'}, which torch does not write"
+    if name in _TUPLES:
+        return "and gives it a state, which it cannot have" if node.states else ""
+    states = node.states or []
+    if name in _READ and not states:
+        return "and gives it no state"
+    return (
+        "" if all(_is_state(name, state) for state in states) else "and gives it a state that is not its own"
+    )
+
+
+def _is_state(name: str, state: Any) -> bool:
+    if not kind_of(state):
+        return True
+    if kind_of(state) not in MAPPINGS or {*map(kind_of, members(state))} - {"str"}:
+        return False
+    values = {key.value: value for key, value in pairs(state) if type(key) is Text}
+    read = _READ.get(name, {})
+    if name == "DeviceMesh" and "_dim_group_names" in values:
+        # A load asks for the process group of each.
+        groups = values["_dim_group_names"]
+        is_listed = kind_of(groups) in ("", "list", "tuple")
+        return is_listed and {*map(kind_of, members(groups))} <= {"", "str"}
+    return all(key in values and kind_of(values[key]) in ("", *kinds) for key, kinds in read.items())

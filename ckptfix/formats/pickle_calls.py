@@ -17,8 +17,7 @@ from operator import mul
 from typing import Any
 
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_arrays import ARRAY_RULES, problem_of_array_states
-from ckptfix.formats.pickle_dtensors import problem_of_dtensor
+from ckptfix.formats.pickle_arrays import ARRAY_RULES, problem_of_array_states, problem_of_dtensor
 from ckptfix.formats.pickle_globals import OF_DTENSORS
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
