@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, other_kind
+from ckptfix.checkpoint.filenames import DeepSpeedPart, parse_deepspeed_name
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, child, items_of, pairs
+from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, attribute, child, items_of, pairs
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import storages
+from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.single_files import bounded_layout, module_versions, record_checksums, tensor_of
 from ckptfix.tensors.stored import Contiguous, StoredTensor
@@ -34,12 +36,18 @@ from ckptfix.tensors.stored import Contiguous, StoredTensor
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape."""
 
+Fragments = tuple[tuple[tuple[str, int | None], ...], ...]
+"""For each parameter group the names in a partition, and how many elements of each are in it."""
+
 _READ_TEXT = """
     module buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params ds_config ds_version
     dp_world_size mp_world_size sparse_tensor_module_names"""
 _READ_HERE = frozenset(_READ_TEXT.split())
 _MODULE, _FRAGMENTS = ("module",), ("frozen_param_fragments",)
 _MANY, _MAX_DIMENSIONS = 1 << 62, 64
+_TELLING = 1024
+"""Bytes of a partition that are equal on two ranks in a copy alone."""
+
 T = TypeVar("T")
 
 
@@ -70,7 +78,8 @@ class ModelStates:
     not trained, and ``fragments`` of them. ``shared``: other name -> name of a tied parameter. ``ranks`` and
     ``parallel``: numbers of processes that data and model were divided among. ``is_dealt``: the shapes of a group are
     in the order in which ``round_robin_gradients`` dealt them to the ranks. ``left``: its other contents.
-    ``checksums``: record of a storage -> its CRC-32.
+    ``saved_rank``: the rank in the name that the file was saved under. ``checksums``: record of a storage
+    -> its CRC-32.
     """
 
     path: Path
@@ -87,6 +96,7 @@ class ModelStates:
     parallel: int | None
     is_dealt: bool
     left: tuple[str, ...]
+    saved_rank: int | None
     checksums: Mapping[Piece, int] = field(repr=False)
 
 
@@ -94,14 +104,17 @@ class ModelStates:
 class OptimizerStates:
     """A file of one rank's optimizer: its flat partitions, of each parameter group or, ``by_parameter``, of sub-groups.
 
-    ``ranks``: how many partitions there are, None where that is not said. ``checksums``: record of a storage -> its
-    CRC-32.
+    ``ranks``: how many partitions there are, None where that is not said. ``fragments``: () in files of ZeRO-3 and
+    before DeepSpeed 0.7. ``saved_rank``: the rank in the name that the file was saved under. ``checksums``: record of a
+    storage -> its CRC-32.
     """
 
     path: Path
     by_parameter: bool
     ranks: int | None
     flats: tuple[Flat, ...]
+    fragments: Fragments
+    saved_rank: int | None
     checksums: Mapping[Piece, int] = field(repr=False)
 
 
@@ -172,6 +185,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
             for key, value in pairs(root)
             if type(key) is Text and key.value not in _READ_HERE and value is not None
         ),
+        saved_rank=_saved_rank(file, DeepSpeedPart.MODEL),
         checksums=dict(record_checksums(path, file)),
     )
 
@@ -202,8 +216,30 @@ def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
         by_parameter=by_group is None,
         ranks=max((one for one in every if one is not None), default=None),
         flats=tuple(flats),
+        fragments=tuple(_fragments(child(states, "param_slice_mappings"))),
+        saved_rank=_saved_rank(file, DeepSpeedPart.OPTIMIZER),
         checksums=dict(record_checksums(path, file)),
     )
+
+
+def _fragments(mappings: object) -> Iterator[tuple[tuple[str, int | None], ...]]:
+    visits = Visits()
+    for group in items_of(mappings):
+        if not visits.first(
+            group
+        ):  # a million references to one dict, as for ``_groups``: they prove nothing
+            return
+        yield tuple(
+            (name.value, _count(attribute(address, "numel")))
+            for name, address in pairs(group)
+            if type(name) is Text
+        )
+
+
+def _saved_rank(file: TorchFile, part: DeepSpeedPart) -> int | None:
+    """Return the rank in the name of the file at its save: torch.save names the archive's folder after the file."""
+    name = parse_deepspeed_name(f"{file.container.root}.pt") if isinstance(file.container, TorchZip) else None
+    return name.rank if name is not None and name.part is part else None
 
 
 def flat_of(tensor: StoredTensor) -> Flat:
@@ -279,6 +315,71 @@ def ensure_one_save(
             raise OperationError(
                 f"{one.path}: it is of {mode}, and {models[0].path.name} of {other}: two saves are mixed; {AGAIN}"
             )
+    for rank, model in enumerate(models if files.by_rank else ()):
+        if model.saved_rank not in (None, rank):
+            raise OperationError(
+                f"{model.path}: it holds the model states of rank {model.saved_rank}; {AGAIN}"
+            )
+    _ensure_order(models[0], optimizers)
+
+
+def _ensure_order(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> None:
+    """Raise OperationError for a file with the partition of another rank, which a load takes without an error.
+
+    Fragments prove the rank, unless several ranks have nothing but a part of one large parameter. Else the name that
+    the file was saved under proves it, or tensors whose checksums equal those of another rank.
+    """
+    expected = _expected_fragments(model, optimizers)
+    first_with: dict[object, int] = {}
+    for rank, states in enumerate(optimizers):
+        possible = expected.get(states.fragments, range(len(optimizers)))
+        tensors = sorted((piece.length, crc) for piece, crc in states.checksums.items())
+        # Ranks with nothing but padding are equal: of a few elements, or parameters and moments are zeros.
+        largest = tensors[-1][0] if tensors else 0
+        is_telling = largest >= _TELLING and len({crc for length, crc in tensors if length == largest}) > 1
+        equal = first_with.setdefault(tuple(tensors), rank) if is_telling else rank
+        if rank not in possible:
+            held = possible[0]
+        elif len(possible) == 1:
+            held = rank
+        else:
+            held = equal if states.saved_rank is None else states.saved_rank
+        if held != rank:
+            raise OperationError(f"{states.path}: it holds the partition of rank {held}; {AGAIN}")
+
+
+def _expected_fragments(
+    model: ModelStates, optimizers: Sequence[OptimizerStates]
+) -> Mapping[Fragments, Sequence[int]]:
+    """Return the fragments that a rank must have -> the ranks that must have these."""
+    groups = model.groups or ()
+    parts: list[list[list[tuple[str, int | None]]]] = [[[] for _ in groups] for _ in optimizers]
+    if any(len(states.flats) != len(groups) for states in optimizers):
+        return {}
+    for number, shapes in enumerate(groups):
+        size = max((states.flats[number].numel for states in optimizers), default=0)
+        offset = 0
+        # DeepSpeed lists them in the order of the param group, also where it dealt them.
+        for name in undealt(list(shapes), len(optimizers)) if model.is_dealt else shapes:
+            end = offset + prod(shapes[name])
+            last = min(len(parts), -(-end // size)) if offset < end and size else 0
+            for rank in range(offset // max(size, 1), last):
+                held = min(end, (rank + 1) * size) - max(offset, rank * size)
+                parts[rank][number].append((name, held))
+            offset = end
+    expected: dict[Fragments, list[int]] = {}
+    for rank, fragments in enumerate(parts):
+        expected.setdefault(tuple(map(tuple, fragments)), []).append(rank)
+    return expected
+
+
+def undealt(names: Sequence[str], ranks: int) -> list[str]:
+    """Return the order that names had before every ``ranks``-th of them, from the first on, went to one rank."""
+    dealt = [number for first in range(ranks) for number in range(first, len(names), ranks)]
+    found = [""] * len(names)
+    for name, number in zip(names, dealt, strict=True):
+        found[number] = name
+    return found
 
 
 class _Run:

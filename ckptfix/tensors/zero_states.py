@@ -35,6 +35,7 @@ from ckptfix.tensors.zero_partitions import (
     read_models,
     read_states_file,
     state_fqn,
+    undealt,
 )
 
 MODEL_STATES = "model_states"
@@ -340,17 +341,8 @@ def _groups(
             )
         names = [name for member in members for name in shapes[member]]
         yield ParamGroup(
-            names=tuple(_undealt(names, model.ranks or 1) if model.is_dealt else names), options=options
+            names=tuple(undealt(names, model.ranks or 1) if model.is_dealt else names), options=options
         )
-
-
-def _undealt(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the order that names had before every ``ranks``-th of them, from the first on, went to one rank."""
-    dealt = [number for first in range(ranks) for number in range(first, len(names), ranks)]
-    found = [""] * len(names)
-    for name, number in zip(names, dealt, strict=True):
-        found[number] = name
-    return found
 
 
 def _model_extra(files: DeepSpeedFiles, model: ModelStates) -> dict[str, Any]:

@@ -1,17 +1,23 @@
 """check, repair, verify and salvage of folders in which DeepSpeed saved, by itself or for accelerate."""
 
+import json
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckptfix import Keys, Policy, check, repair, salvage, seal
+from ckptfix.conversion.migrate import migrate
 from ckptfix.diagnosis.target import find_checkpoints
-from ckptfix.errors import UsageError
+from ckptfix.errors import OperationError, UsageError
 from ckptfix.verification.verify import verify
 from fixtures.make_deepspeed import SCENARIOS
+from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
 from tests.repairs.builders import RANDOM_STATES, snapshot
 from tests.tensors.test_zero_states import make_universal, moments_of
 from tests.tensors.zero_making import make_zero
@@ -27,6 +33,31 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     root = Path(shutil.copytree(FIXTURES / request.param / "checkpoint", tmp_path / "saved"))
     (root / "zero_to_fp32.py").touch()
     return root
+
+
+LOADS = """
+import contextlib, io, json, sys
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from fixtures.digests import tensor_digests
+for path in sys.argv[1:]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            loaded = tensor_digests(get_fp32_state_dict_from_zero_checkpoint(path))
+    except Exception as error:
+        loaded = repr(error)
+    print("loaded", json.dumps(loaded))
+"""
+"""Loads checkpoints as the script does that DeepSpeed leaves next to them."""
+
+
+def zero_to_fp32(*paths: Path) -> list[Any]:
+    """Return the digests of the weights that DeepSpeed finds in each folder, or its error."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, *map(str, paths)],
+        capture_output=True, text=True, check=True, cwd=FIXTURES.parents[1], env=variables(), timeout=300,
+    )  # fmt: skip
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    return [json.loads(words) for _, words in lines]
 
 
 def codes(path: Path, *, data: bool = False) -> list[tuple[str, str]]:
@@ -206,3 +237,100 @@ def test_what_only_code_could_load_is_still_told(saved: Path) -> None:
     path = saved / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": Keys.BARE}, path)
     assert ("unloadable-pickle", f"pytorch_model/{path.name}") in codes(saved)
+
+
+WITH_RANKS = [name for name in SCENARIOS if any((FIXTURES / name).rglob("*_rank_1_*"))]
+
+
+def rank_file(root: Path, rank: int, part: str = "optim") -> Path:
+    (path,) = (root / "pytorch_model").glob(f"*_rank_{rank}_*_{part}_states.pt")
+    return path
+
+
+def exchange(first: Path, second: Path) -> None:
+    first.rename(first.with_suffix(".tmp"))
+    second.rename(first)
+    first.with_suffix(".tmp").rename(second)
+
+
+@pytest.fixture
+def misplaced(tmp_path: Path) -> dict[str, tuple[str, int]]:
+    """Return copies of all checkpoints with files of ranks in wrong places -> the file that is reported, its rank."""
+    made = {}
+    for name in WITH_RANKS:
+        for part in ("optim", "model") if "zero3" in name else ("optim",):
+            root = Path(shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-copied"))
+            shutil.copy(rank_file(root, 0, part), rank_file(root, 1, part))
+            made[str(root)] = (str(rank_file(root, 1, part)), 0)
+            root = Path(
+                shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-exchanged")
+            )
+            exchange(rank_file(root, 0, part), rank_file(root, 1, part))
+            made[str(root)] = (str(rank_file(root, 0, part)), 1)
+    return made
+
+
+def test_the_partition_of_another_rank(misplaced: dict[str, tuple[str, int]]) -> None:
+    for root, (path, rank) in misplaced.items():
+        (finding,) = check(root).findings
+        kind = "partition" if "optim_states" in path else "model states"
+        assert (finding.code, str(finding)) == (
+            "malformed-file",
+            f"{Path(path).relative_to(root)} is malformed: it holds the {kind} of rank {rank}",
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_deepspeed_loads_the_partition_of_another_rank_as_other_weights(
+    misplaced: dict[str, tuple[str, int]],
+) -> None:
+    """Without an error, or the sizes of the last rank betray it."""
+    healthy = {name: FIXTURES / name / "checkpoint" for name in WITH_RANKS}
+    loaded = zero_to_fp32(*healthy.values(), *map(Path, misplaced))
+    right = dict(zip(healthy, loaded, strict=False))
+    assert all(type(weights) is dict for weights in right.values())
+    for root, weights in zip(misplaced, loaded[len(healthy) :], strict=True):
+        assert weights != right[Path(root).name.rsplit("-", 2)[0]]
+    assert sum(type(weights) is dict for weights in loaded[len(healthy) :]) >= len(misplaced) - 4
+
+
+def test_migrate_refuses_the_partition_of_another_rank(saved: Path, tmp_path: Path) -> None:
+    exchange(rank_file(saved, 0), rank_file(saved, 1))
+    with pytest.raises(OperationError, match="it holds the partition of rank 1"):
+        migrate(saved, tmp_path / "new", to="safetensors")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_have_parts_of_one_parameter_alone(stage: int, tmp_path: Path) -> None:
+    """Their fragments are equal; the name that each file was saved under tells them apart, then the tensors do."""
+    weights = {"a.weight": torch.arange(4000.0).view(40, 100)}
+    make_zero(tmp_path, [weights], stage=stage, ranks=4, moments=moments_of(weights, 3.0))
+    assert codes(tmp_path) == []
+    first, second = (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (1, 2))
+    healthy = first.read_bytes(), second.read_bytes()
+    exchange(first, second)
+    assert [str(finding) for finding in check(tmp_path).findings] == [
+        f"{first.name} is malformed: it holds the partition of rank 2"
+    ]
+    first.write_bytes(healthy[0])
+    second.write_bytes(healthy[1])
+    # Saved again, without its name.
+    states = torch.load(first, weights_only=False)
+    for path in (first, second):
+        with path.open("wb") as file:
+            torch.save(states, file)
+    assert [str(finding) for finding in check(tmp_path).findings] == [
+        f"{second.name} is malformed: it holds the partition of rank 1"
+    ]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_nothing_but_padding_are_no_copies(stage: int, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.ones(3)}
+    make_zero(tmp_path, [weights], stage=stage, ranks=8, moments=moments_of(weights, 3.0))
+    for path in tmp_path.glob("*_optim_states.pt"):
+        states = torch.load(path, weights_only=False)
+        with path.open("wb") as file:
+            torch.save(states, file)
+    assert codes(tmp_path) == []
