@@ -24,7 +24,18 @@ from ckptfix.checkpoint.filenames import DeepSpeedPart, parse_deepspeed_name
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, attribute, child, items_of, pairs
+from ckptfix.formats.pickle_tree import (
+    CALLS,
+    Kind,
+    Node,
+    Text,
+    Visits,
+    attribute,
+    child,
+    is_dict_like,
+    items_of,
+    pairs,
+)
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import storages
@@ -32,6 +43,7 @@ from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.single_files import bounded_layout, module_versions, record_checksums, tensor_of
 from ckptfix.tensors.stored import Contiguous, StoredTensor
+from ckptfix.wording import list_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape."""
@@ -104,7 +116,8 @@ class ModelStates:
 class OptimizerStates:
     """A file of one rank's optimizer: its flat partitions, of each parameter group or, ``by_parameter``, of sub-groups.
 
-    ``ranks``: how many partitions there are, None where that is not said. ``fragments``: () in files of ZeRO-3 and
+    ``ranks``: how many partitions there are, None where that is not said. ``is_aligned``: padding follows parameters
+    (``parameter_alignment`` of DeepSpeed 0.19). ``fragments``: () in files of ZeRO-3 and
     before DeepSpeed 0.7. ``saved_rank``: the rank in the name that the file was saved under. ``checksums``: record of a
     storage -> its CRC-32.
     """
@@ -112,6 +125,8 @@ class OptimizerStates:
     path: Path
     by_parameter: bool
     ranks: int | None
+    stage: int | None
+    is_aligned: bool
     flats: tuple[Flat, ...]
     fragments: Fragments
     saved_rank: int | None
@@ -145,6 +160,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
     root = file.tree.root
     if child(root, "buffer_names") is None or child(root, "module") is None:
         raise FormatError("it holds no model states of DeepSpeed: buffer_names or module is missing")
+    _ensure_loadable(root)
     module: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
     fragments: dict[str, Flat] = {}
@@ -190,6 +206,42 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
     )
 
 
+def _ensure_loadable(root: object) -> None:
+    """Raise FormatError for model states that ``zero_to_fp32`` refuses, or of which it loses a part in silence."""
+    for key in ("module", "shared_params", "frozen_param_shapes", "frozen_param_fragments"):
+        value = child(root, key)
+        if value is not None and not is_dict_like(value):
+            raise FormatError(f"{key} is not a dict")
+    names = child(root, "buffer_names")
+    if type(names) is not Node or names.kind is not Kind.LIST:
+        raise FormatError("buffer_names is not a list")
+    if any(type(name) is not Text for name in items_of(names)):
+        raise FormatError("buffer_names has a name that is not a string")
+    buffers = {name.value for name in items_of(names)}
+    module, shapes, fragments = (
+        {key.value: value for key, value in pairs(child(root, name)) if type(key) is Text}
+        for name in ("module", "frozen_param_shapes", "frozen_param_fragments")
+    )
+    # A module may leave some of its buffers out of its state dict, by a hook.
+    if buffers and not buffers & module.keys():
+        raise FormatError(f"buffer_names has {list_names(sorted(buffers))}, and module has none of them")
+    tensors = {name: module[name] for name in sorted(buffers & module.keys())} | fragments
+    for name, value in tensors.items():
+        if type(value) is not Node or value.kind not in CALLS:
+            raise FormatError(f"{name!r:.200} is not a tensor")
+    if child(root, "param_shapes") is None:
+        return
+    keys = {key.value for key, _ in pairs(root) if type(key) is Text}
+    shared = child(root, "shared_params")
+    # DeepSpeed before 0.9 had no shared_params.
+    if "shared_params" in keys and (
+        shared is None or any(type(kept) is not Text for _, kept in pairs(shared))
+    ):
+        raise FormatError("shared_params is not a dict of names")
+    if lone := sorted(shapes.keys() ^ fragments.keys()):
+        raise FormatError(f"only one of frozen_param_shapes and frozen_param_fragments has {lone[0]!r:.200}")
+
+
 def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
     """Return the partitions in a file of a rank's optimizer. Raises FormatError when it has none."""
     states = child(file.tree.root, "optimizer_state_dict")
@@ -206,15 +258,23 @@ def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
     for number, node in enumerate(items_of(by_parameter if by_group is None else by_group)):
         name = f"fp32 partition {number}"
         tensor = tensor_of(path, file, node, name, known)
-        if tensor is None:
-            raise FormatError(f"{name} is not a plain tensor")
+        if tensor is None or len(tensor.shape) != 1:
+            raise FormatError(f"{name} is not a plain tensor of one dimension")
         flats.append(flat_of(tensor))
     counts = child(states, "partition_count")
     every = [_count(one) for one in items_of(counts)] if type(counts) is Node else [_count(counts)]
+    if counts is not None and (not every or None in every):
+        raise FormatError("partition_count is not a number of ranks")
     return OptimizerStates(
         path=path,
         by_parameter=by_group is None,
         ranks=max((one for one in every if one is not None), default=None),
+        stage=_stage(child(states, "zero_stage")),
+        is_aligned=any(
+            padding != 0
+            for group in items_of(child(states, "param_alignment_paddings"))
+            for padding in items_of(group)
+        ),
         flats=tuple(flats),
         fragments=tuple(_fragments(child(states, "param_slice_mappings"))),
         saved_rank=_saved_rank(file, DeepSpeedPart.OPTIMIZER),
@@ -224,16 +284,24 @@ def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
 
 def _fragments(mappings: object) -> Iterator[tuple[tuple[str, int | None], ...]]:
     visits = Visits()
+    known: dict[int, Any] = {}
     for group in items_of(mappings):
         if not visits.first(
             group
         ):  # a million references to one dict, as for ``_groups``: they prove nothing
             return
         yield tuple(
-            (name.value, _count(attribute(address, "numel")))
+            (name.value, _count(attribute(address, "numel", known)))
             for name, address in pairs(group)
             if type(name) is Text
         )
+
+
+def _stage(value: object) -> int | None:
+    """Return the ZeRO stage: a number, or the enum that a call with it makes."""
+    if type(value) is Node and type(value.args) is tuple and len(value.args) == 1:
+        value = value.args[0]
+    return value if type(value) is int else None
 
 
 def _saved_rank(file: TorchFile, part: DeepSpeedPart) -> int | None:
@@ -292,9 +360,15 @@ def read_models(files: DeepSpeedFiles) -> tuple[ModelStates, ...]:
     """
     names = [name for _, name in sorted(files.models.items())]
     first = read_model_states(files.folder / names[0])
-    if not first.frozen:  # the others repeat the first
-        return (first,)
-    return first, *(read_model_states(files.folder / name) for name in names[1:])
+    others = (read_model_states(files.folder / name) for name in names[1:])
+    if first.frozen:
+        return first, *others
+    for model in others:  # they repeat the first, but loads read each of them
+        if (model.groups is None) != (first.groups is None):
+            raise OperationError(
+                f"{model.path}: its param_shapes are not those of {first.path.name}; {AGAIN}"
+            )
+    return (first,)
 
 
 def ensure_one_save(
@@ -307,18 +381,29 @@ def ensure_one_save(
         )
     if files.is_universal and not models[0].frozen:
         return  # the parameters themselves are in no file of a rank
+    # Loads take the number of ranks and the stage of all files from the first.
     said = [one.ranks for one in optimizers if one.ranks is not None]
-    files.ensure_ranks(max(said) if said else models[0].ranks)
+    files.ensure_ranks(said[0] if said else models[0].ranks)
     for one in optimizers:
         if one.by_parameter != files.by_rank:
             mode, other = ("ZeRO-3", "ZeRO-1 or 2") if one.by_parameter else ("ZeRO-1 or 2", "ZeRO-3")
             raise OperationError(
                 f"{one.path}: it is of {mode}, and {models[0].path.name} of {other}: two saves are mixed; {AGAIN}"
             )
+    if optimizers and optimizers[0].stage not in ((3,) if files.by_rank else (0, 1, 2)):
+        raise OperationError(f"{optimizers[0].path}: its zero_stage is not that of its partitions; {AGAIN}")
+    if any(states.is_aligned for states in optimizers):
+        raise other_kind(files.folder, "padding follows each parameter, for parameter_alignment")
     for rank, model in enumerate(models if files.by_rank else ()):
         if model.saved_rank not in (None, rank):
             raise OperationError(
                 f"{model.path}: it holds the model states of rank {model.saved_rank}; {AGAIN}"
+            )
+    for name, shape in models[0].frozen.items() if not files.by_rank else ():
+        fragment = models[0].fragments.get(name)
+        if fragment is not None and fragment.numel != prod(shape):
+            raise OperationError(
+                f"{models[0].path}: the frozen {name!r} has {fragment.numel} elements, its shape {prod(shape)}; {AGAIN}"
             )
     _ensure_order(models[0], optimizers)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files, universal_paths
 from ckptfix.errors import FormatError, OperationError
-from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, PickledValues, Unread, note_unread
@@ -57,7 +57,6 @@ class _Rank(NamedTuple):
     """One rank's optimizer. ``states``: of each flat parameter; ``groups``: options and flat parameters of each."""
 
     partitions: OptimizerStates
-    stage: int | None
     states: Mapping[int, Values]
     groups: tuple[tuple[Values, tuple[int, ...]], ...]
     extra: Values
@@ -88,7 +87,9 @@ def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerSta
     shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
     return OptimizerState(
         label=_label(root, where),
-        strategy=_STAGES.get(ranks[0].stage or 0, Strategy.ZERO3 if files.by_rank else Strategy.ZERO2),
+        strategy=_STAGES.get(
+            ranks[0].partitions.stage or 0, Strategy.ZERO3 if files.by_rank else Strategy.ZERO2
+        ),
         index=index,
         files=tuple(where / name for name in sorted(set(names))),
         groups=tuple(_groups(ranks[0].partitions.path, models[0], ranks[0].groups)),
@@ -173,18 +174,10 @@ def _rank(path: Path, file: TorchFile) -> _Rank:
                     found[member].setdefault(STEP, options[STEP])
     return _Rank(
         partitions=partitions,
-        stage=_stage(child(states, "zero_stage")),
         states=found,
         groups=groups,
         extra=_shared_values(values, states),
     )
-
-
-def _stage(value: object) -> int | None:
-    """Return the ZeRO stage: a number, or the enum that a call with it makes."""
-    if type(value) is Node and type(value.args) is tuple and len(value.args) == 1:
-        value = value.args[0]
-    return value if type(value) is int else None
 
 
 def _group_options(values: PickledValues, optimizer: object) -> tuple[tuple[Values, tuple[int, ...]], ...]:

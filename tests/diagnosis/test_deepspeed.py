@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,126 @@ def test_ranks_of_nothing_but_padding_are_no_copies(stage: int, tmp_path: Path) 
         with path.open("wb") as file:
             torch.save(states, file)
     assert codes(tmp_path) == []
+
+
+def edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield a name, model states that DeepSpeed cannot load or loads in part, and what check says of them."""
+    module, buffer = states["module"], states["buffer_names"][0]
+    frozen = {"frozen_param_shapes", "frozen_param_fragments"}
+    for value in ([], [1], 3, "x"):
+        yield f"module {value!r}", {**states, "module": value}, "module is not a dict"
+        yield f"shared {value!r}", {**states, "shared_params": value}, "shared_params is not a dict"
+        for key in sorted(frozen):
+            yield f"{key} {value!r}", {**states, key: value}, f"{key} is not a dict"
+    yield "no module", {**states, "module": {}}, "and module has none of them"
+    yield "a buffer", {**states, "module": {**module, buffer: 3}}, f"{buffer!r} is not a tensor"
+    yield "names", {**states, "buffer_names": [1]}, "buffer_names has a name that is not a string"
+    yield "one name", {**states, "buffer_names": "x"}, "buffer_names is not a list"
+    yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"
+    yield (
+        "shared name 3",
+        {**states, "shared_params": {"head.weight": 3}},
+        "shared_params is not a dict of names",
+    )
+    for key in sorted(frozen):
+        for value in ({}, None):
+            yield f"{key} {value}", {**states, key: value}, "only one of frozen_param_shapes and"
+    fragments = {**states["frozen_param_fragments"], "frozen.bias": [1]}
+    yield "a fragment", {**states, "frozen_param_fragments": fragments}, "'frozen.bias' is not a tensor"
+
+
+def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield a name, optimizer states of rank 0 that DeepSpeed cannot load, and what check says of them."""
+    optimizer = states["optimizer_state_dict"]
+    (flats,) = optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_groups"}
+    for stage in (None, "x", 4, 3 if flats.startswith("single") else 1):
+        yield (
+            f"stage {stage}",
+            {**optimizer, "zero_stage": stage},
+            "its zero_stage is not that of its partitions",
+        )
+    without = {key: value for key, value in optimizer.items() if key != "zero_stage"}
+    yield "no stage", without, "its zero_stage is not that of its partitions"
+    for count in ([], [0], 0, "x"):
+        yield (
+            f"count {count}",
+            {**optimizer, "partition_count": count},
+            "partition_count is not a number of ranks",
+        )
+    yield "fewer", {**optimizer, "partition_count": [1]}, "files of optimizer states of 2 ranks, 1 saved it"
+    rows = [flat.detach().view(1, -1) for flat in optimizer[flats]]
+    yield "rows", {**optimizer, flats: rows}, "is not a plain tensor of one dimension"
+
+
+@pytest.fixture(params=[2, 3])
+def edited(request: pytest.FixtureRequest, tmp_path: Path) -> dict[Path, str]:
+    """Return copies of a checkpoint in which a file of rank 0 holds something else -> what check says of them."""
+    source = tmp_path / "source"
+    make_zero(
+        source / "pytorch_model",
+        [{"a.weight": torch.randn(6, 4)}],
+        stage=request.param,
+        ranks=2,
+        frozen={"frozen.bias": torch.randn(6)},
+        buffers={"mean": torch.randn(4)},
+        shared={"head.weight": "a.weight"},
+    )
+    (source / "latest").write_text("pytorch_model")
+    assert codes(source) == []
+    made = {source: ""}
+    for part, make_edits in (("model", edits), ("optim", optimizer_edits)):
+        first = min((source / "pytorch_model").glob(f"*{part}_states.pt"))
+        states = torch.load(first, weights_only=False)
+        for name, value, words in make_edits(states):
+            root = Path(shutil.copytree(source, tmp_path / part / name))
+            changed = value if part == "model" else {**states, "optimizer_state_dict": value}
+            torch.save(changed, root / "pytorch_model" / first.name)
+            made[root] = words
+    return made
+
+
+def test_states_that_deepspeed_cannot_load(edited: dict[Path, str]) -> None:
+    for root, words in list(edited.items())[1:]:
+        (finding,) = check(root).findings
+        assert finding.code in ("malformed-file", "missing-rank"), root
+        assert words in str(finding), root
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_deepspeed_cannot_load_them(edited: dict[Path, str]) -> None:
+    right, *loaded = zero_to_fp32(*edited)
+    assert type(right) is dict
+    for root, weights in zip(list(edited)[1:], loaded, strict=True):
+        assert weights != right, root
+
+
+@pytest.mark.parametrize("key", ["shared_params", "frozen_param_shapes", "frozen_param_fragments"])
+def test_states_of_older_deepspeed_that_lack_a_key(key: str, tmp_path: Path) -> None:
+    make_zero(tmp_path, [{"a.weight": torch.randn(6, 4)}], stage=2, ranks=2)
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    states = torch.load(path, weights_only=False)
+    del states[key]
+    torch.save(states, path)
+    assert codes(tmp_path) == []
+
+
+def test_the_other_model_states_of_zero_3_are_read(tmp_path: Path) -> None:
+    make_zero(tmp_path, [{"a.weight": torch.randn(6, 4)}], stage=3, ranks=2)
+    path = tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    states = torch.load(path, weights_only=False)
+    torch.save({**states, "param_shapes": None}, path)
+    (finding,) = check(tmp_path).findings
+    assert str(finding).startswith(f"{path.name} is malformed: its param_shapes are not those of")
+
+
+def test_padding_between_parameters_is_not_read(tmp_path: Path) -> None:
+    make_zero(tmp_path, [{"a.weight": torch.randn(6, 4), "b.bias": torch.ones(8)}], stage=2, ranks=2)
+    path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    for padding in (0, 4):
+        states["optimizer_state_dict"]["param_alignment_paddings"] = [[padding, 0]]
+        torch.save(states, path)
+        report = check(tmp_path)
+        assert report.findings == ()
+        assert any("parameter_alignment" in words for words in report.not_checked) == bool(padding)
