@@ -5,6 +5,7 @@ file ``latest`` next to it; accelerate's tags are ``pytorch_model`` and ``pytorc
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +34,7 @@ UNIVERSAL = PurePosixPath("zero")
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
 _STATE = ".pt"
+_STEP = re.compile("global_step[0-9]+")
 _ON_NVME = "offloaded_tensors"
 _MAX_LATEST = 4096
 
@@ -79,6 +81,35 @@ def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tu
             if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
                 yield 0, latest
                 return
+
+
+def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
+    """Return a DeepSpeed checkpoint in a folder, and why a load without a tag does not find it: "" for no ``latest``.
+
+    None if a load finds one. accelerate's ``load_state`` gives the tag, and never reads ``latest``.
+    """
+    tags = [
+        name
+        for name in folder.subfolders
+        if (parse_deepspeed_folder_name(str(name)) or _STEP.fullmatch(str(name)))
+        and _is_deepspeed(folder.root / name)
+    ]
+    names = set(names_in(folder.root)) if tags else set()
+    if not tags or LATEST_UNIVERSAL in names or any(map(is_deepspeed_file, names)):
+        return None
+    newest = max(tags, key=lambda name: (len(str(name)), str(name)))
+    if LATEST not in names:
+        return newest, ""
+    try:
+        text = (read_start(folder.root / LATEST, _MAX_LATEST) or b"").decode().strip()
+    except PermissionError:
+        return None
+    except (OSError, UnicodeDecodeError):
+        return newest, "it is not a text file"
+    tag = PurePosixPath(text)
+    if len(tag.parts) > 1 or (tag in folder.subfolders and _is_deepspeed(folder.root / tag)):
+        return None
+    return newest, f"it names {text!r:.200}, which is not a DeepSpeed folder here" if text else "it is empty"
 
 
 def is_deepspeed_file(name: str) -> bool:

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
+from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     TRAINER_STATE,
@@ -41,6 +42,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
+    LostTag,
     MissingFile,
     MissingModel,
     Salvaged,
@@ -490,6 +492,7 @@ def diagnose_save(
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _without_weights(folder)
         findings += _modelless(folder)
+        findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
         findings += gone
         if not (is_saved or gone):  # a manifest says what belongs here
@@ -498,6 +501,18 @@ def diagnose_save(
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
     return SaveDiagnosis(findings, unchecked, [])
+
+
+def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
+    """Yield DeepSpeed's ``latest`` if a load does not find the checkpoint by it; accelerate never reads it."""
+    is_of_accelerate = any(
+        one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in folder.components
+    )
+    problem = None if is_of_accelerate else tag_problem(folder)
+    if problem is not None:
+        tag, why = problem
+        path = PurePosixPath(LATEST)
+        yield LostTag(path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag))
 
 
 def unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[PurePosixPath]:

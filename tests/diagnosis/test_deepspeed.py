@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptfix import Keys, Policy, check, repair, salvage, seal
 from ckptfix.conversion.migrate import migrate
@@ -458,3 +459,72 @@ def test_padding_between_parameters_is_not_read(tmp_path: Path) -> None:
         report = check(tmp_path)
         assert report.findings == ()
         assert any("parameter_alignment" in words for words in report.not_checked) == bool(padding)
+
+
+def replace_latest(root: Path, content: str | None) -> Path:
+    """Give a folder this ``latest``, none for None, a folder of that name for "/"."""
+    (root / "latest").unlink()
+    if content == "/":
+        (root / "latest").mkdir()
+    elif content is not None:
+        (root / "latest").write_text(content)
+    return root
+
+
+LOST_TAGS = {
+    None: "latest is missing: {tag}/ is there",
+    "": "latest: it is empty",
+    " \n": "latest: it is empty",
+    "/": "latest: it is not a text file",
+    "global_step99": "latest: it names 'global_step99', which is not a DeepSpeed folder here",
+}
+
+
+@pytest.fixture
+def of_trainer(tmp_path: Path) -> Path:
+    """Return a checkpoint of the Trainer with DeepSpeed's folder."""
+    root = tmp_path / "checkpoint-500"
+    root.mkdir()
+    make_zero(root / "global_step500", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2)
+    (root / "latest").write_text("global_step500")
+    save_file({"a.weight": torch.ones(4, 3)}, root / "model.safetensors", metadata={"format": "pt"})
+    (root / "trainer_state.json").write_text('{"epoch": 1.0, "global_step": 500, "log_history": []}')
+    return root
+
+
+@pytest.mark.parametrize("content", LOST_TAGS)
+def test_a_latest_that_names_no_checkpoint(content: str | None, of_trainer: Path, tmp_path: Path) -> None:
+    native = Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / "native"))
+    for root, tag in ((native, "pytorch_model"), (of_trainer, "global_step500")):
+        assert codes(root) == []
+        report = check(replace_latest(root, content))
+        (finding,) = report.findings
+        assert (finding.code, str(finding)) == ("incomplete-checkpoint", LOST_TAGS[content].format(tag=tag))
+        assert finding.advice.endswith(f"such as {tag}")
+        assert report.status == 1
+
+
+@pytest.mark.parametrize("content", LOST_TAGS)
+def test_accelerate_never_reads_latest(content: str | None, saved: Path) -> None:
+    """Its load_state gives DeepSpeed the tag."""
+    assert codes(replace_latest(saved, content)) == []
+
+
+def test_latest_that_is_written_otherwise(of_trainer: Path) -> None:
+    (of_trainer / "latest").write_text("  global_step500\n")
+    assert codes(of_trainer) == []
+    make_zero(of_trainer / "global_step400", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2)
+    (of_trainer / "latest").write_text("global_step400")
+    assert codes(of_trainer) == []
+    (of_trainer / "latest").rename(of_trainer / "latest_universal")
+    assert codes(of_trainer) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_deepspeed_finds_no_checkpoint_then(tmp_path: Path) -> None:
+    roots = [
+        shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / str(number)) for number in range(5)
+    ]
+    changed = [replace_latest(Path(root), content) for root, content in zip(roots, LOST_TAGS, strict=True)]
+    assert all(type(loaded) is str for loaded in zero_to_fp32(*changed))

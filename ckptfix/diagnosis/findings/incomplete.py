@@ -122,6 +122,21 @@ class FewerRanks(IncompleteCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostTag(IncompleteCheckpoint):
+    """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint in the folder."""
+
+    tag: str
+
+    @property
+    def advice(self) -> str:
+        """Advice to write the tag, as the states themselves are intact."""
+        return (
+            "DeepSpeed, the Trainer and zero_to_fp32 find no checkpoint without it; write the name of the folder "
+            f"to load into the file, such as {self.tag}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
     """States of an optimizer without weights of any model; or the config of a ``model`` without its weights."""
 
