@@ -27,7 +27,7 @@ class OptimizerKind(NamedTuple):
     ``signs``: options and states that only it has. ``required``: the options without which a step raises KeyError.
     ``moments``: its states in the shape of the parameter. ``optional``: a moment -> the option that adds it.
     ``scalars``: its other states. ``single``: those of them that a step reads as one number. ``is_lenient``: a step
-    begins a missing state anew.
+    begins a missing state anew. ``flags``: other options that each of its param groups has since torch 2.0.
     """
 
     signs: frozenset[str]
@@ -37,6 +37,16 @@ class OptimizerKind(NamedTuple):
     scalars: tuple[str, ...] = ("step",)
     single: tuple[str, ...] = ("step",)
     is_lenient: bool = False
+    flags: frozenset[str] = frozenset(("foreach", "maximize", "differentiable"))
+
+    @property
+    def states(self) -> frozenset[str]:
+        """All states that it may keep of a parameter."""
+        return frozenset((*self.scalars, *self.moments, *self.optional))
+
+    def has_exact(self, options: Collection[str]) -> bool:
+        """Return whether a param group has every option of torch's own class, as no clone of older versions has."""
+        return self.required | self.flags <= set(options)
 
     def moments_with(self, options: Mapping[str, object]) -> tuple[str, ...]:
         """Return the moments of a parameter in a group with these options."""
@@ -55,7 +65,13 @@ _RADAM = OptimizerKind(frozenset(("decoupled_weight_decay",)), _ADAM, _ADAM_STAT
 """RAdam, whose only sign is an option that Adam and NAdam have, too."""
 
 _KINDS = (
-    OptimizerKind(frozenset(("amsgrad",)), _ADAM, _ADAM_STATES, {"max_exp_avg_sq": "amsgrad"}),
+    OptimizerKind(
+        frozenset(("amsgrad",)),
+        _ADAM,
+        _ADAM_STATES,
+        {"max_exp_avg_sq": "amsgrad"},
+        flags=frozenset(("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")),
+    ),
     OptimizerKind(
         frozenset(("momentum_decay", "mu_product")),
         _ADAM | {"momentum_decay"},

@@ -23,6 +23,7 @@ from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
+    AbsentMoments,
     ContradictoryMoments,
     InconsistentGroups,
     LackingGroups,
@@ -422,16 +423,28 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
         groups = [(saved.parameters, dict.fromkeys(saved.options, ""))]
     optionless: dict[tuple[str, ...], list[int]] = {}
     lacking: dict[str, list[str]] = {}
+    absent_everywhere: dict[str, list[str]] = {}
     differing: dict[str, tuple[str, Shape, str, Shape]] = {}
     rounded: dict[str, tuple[str, str]] = {}
     for number, (group, options) in enumerate(groups):
         kind = kind_of(options, present)
+        if kind is None and saved.values:
+            # States of another optimizer contradict the options of its own group.
+            kind = kind_of(options, ())
         if kind is None:
             continue
         absent = tuple(sorted(option for option in kind.required if options.get(option) is None))
         if absent:
             optionless.setdefault(absent, []).append(number)
-        # A subclass may do without a state: it is missed only where another parameter has it.
+        # A subclass may do without a state. So a state is missed where another parameter has it, or where the options
+        # are exactly those of torch's class, whose load asks for the scalars for every subclass.
+        is_exact = bool(saved.values) and kind.has_exact(options) and not kind.is_lenient
+        unknown = [state for state in (*kind.scalars, *kind.moments_with(options)) if state not in present]
+        surely = [
+            state
+            for state in unknown
+            if state in kind.scalars or (state in kind.optional and present.issuperset(kind.moments))
+        ]
         moments = [state for state in kind.moments_with(options) if state in present]
         needed = [*(state for state in kind.scalars if state in present), *moments]
         for name in group:
@@ -443,6 +456,17 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
                 for state in needed
                 if (name, state) in saved.unusable or (state not in states and not kind.is_lenient)
             ]
+            if is_exact and STATES.issuperset(states):
+                gone += surely
+                # A Lion that inherits from AdamW keeps no second moment.
+                is_lion = kind.states.issuperset(states) and "exp_avg" in states
+                maybe = [
+                    state
+                    for state in unknown
+                    if state in kind.moments and not (is_lion and state == "exp_avg_sq")
+                ]
+                if maybe and not gone:
+                    absent_everywhere[name] = maybe
             if gone:
                 lacking[name] = gone
             shapes = {state: shape for state in moments if (shape := states.get(state)) is not None}
@@ -456,17 +480,18 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
                 if (shape := states.get(state)) is not None and prod(shape) != 1
             )
             # Quantized moments of a subclass have scales next to them.
-            if name in saved.integers and states.keys() <= {*kind.scalars, *kind.moments, *kind.optional}:
+            if name in saved.integers and kind.states.issuperset(states):
                 rounded[name] = saved.integers[name]
     for absent, numbers in optionless.items():
         yield LackingGroups(path=saved.path, groups=tuple(numbers), options=absent)
-    if lacking:
-        yield LackingMoments(
-            path=saved.path,
-            names=tuple(lacking),
-            parameters=len(set(saved.parameters)),
-            states=tuple(dict.fromkeys(state for gone in lacking.values() for state in gone)),
-        )
+    for finding, parameters in ((LackingMoments, lacking), (AbsentMoments, absent_everywhere)):
+        if parameters:
+            yield finding(
+                path=saved.path,
+                names=tuple(parameters),
+                parameters=len(set(saved.parameters)),
+                states=tuple(dict.fromkeys(state for gone in parameters.values() for state in gone)),
+            )
     if differing:
         state, shape, like, expected = next(iter(differing.values()))
         yield ContradictoryMoments(

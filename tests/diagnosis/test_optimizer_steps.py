@@ -140,6 +140,72 @@ def test_what_is_said_of_states_and_options(checkpoint: Path) -> None:
     assert check(checkpoint).status == 1
 
 
+def without_everywhere(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the state with each state of the parameters gone, and with the states of other optimizers."""
+    moments = [value["exp_avg"] for value in healthy["state"].values() if "exp_avg" in value]
+    for name in next(iter(healthy["state"].values()), {}):
+        state = copy.deepcopy(healthy)
+        for value in state["state"].values():
+            value.pop(name, None)
+        yield name, state
+    if moments:
+        for words, names in (
+            ("SGD", ("momentum_buffer",)),
+            ("Adamax", ("step", "exp_avg", "exp_inf")),
+            ("RMSprop", ("step", "square_avg")),
+        ):
+            values = [
+                {name: torch.tensor(1.0) if name == "step" else moment for name in names}
+                for moment in moments
+            ]
+            yield words, {**healthy, "state": dict(enumerate(values))}
+
+
+UNDECIDED = {
+    **dict.fromkeys(("adam", "adamw", "foreach", "nadam"), ("exp_avg_sq",)),
+    "radam": ("exp_avg_sq", "Adamax"),
+    "amsgrad": ("exp_avg_sq",),
+    # Nothing but its state tells Adamax from others.
+    "adamax": ("exp_inf", "SGD", "RMSprop"),
+}
+"""States that a subclass with the same options does without, such as a Lion, and states of another optimizer."""
+
+
+@pytest.mark.parametrize("name", MAKERS.keys() - {"adafactor"})
+def test_a_state_that_no_parameter_has(tmp_path: Path, name: str) -> None:
+    """The options alone show which states torch's optimizer needs."""
+    model = net()
+    optimizer = MAKERS[name](model)
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    healthy = torch.load(root / "optimizer.bin", weights_only=True)
+    for words, state in without_everywhere(healthy):
+        torch.save(state, root / "optimizer.bin")
+        severities = {finding.severity for finding in check(root).all_findings} - {Severity.NOTE}
+        if not fails(MAKERS[name], state):
+            assert severities == set(), words
+        else:
+            assert severities or words in UNDECIDED.get(name, ()), words
+
+
+@pytest.mark.parametrize(("gone", "severity"), [
+    ("step", Severity.ERROR), ("max_exp_avg_sq", Severity.ERROR), ("exp_avg", Severity.WARNING),
+])  # fmt: skip
+def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, severity: Severity) -> None:
+    """The load of every subclass asks for the step, and only a subclass that keeps other moments has none of one."""
+    model = net()
+    optimizer = MAKERS["amsgrad"](model)
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    rewrite(root / "optimizer.bin", lambda state: [value.pop(gone) for value in state["state"].values()])
+    assert found(root) == [
+        f"missing-moments: optimizer.bin: 6 of 6 parameters have no usable '{gone}': 0, 1, 2 and 3 more"
+    ]
+    (finding,) = check(root).findings
+    assert finding.severity is severity
+    assert ("ignore this" in finding.advice) is (severity is Severity.WARNING)
+
+
 def test_one_parameter_alone_in_its_group_lacks_a_state(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.AdamW([{"params": [one]} for one in model.parameters()])

@@ -373,6 +373,21 @@ class LackingMoments(MissingMoments):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsentMoments(LackingMoments):
+    """Parameters without ``states`` that torch's optimizer needs and no parameter has: a subclass may need none."""
+
+    severity = Severity.WARNING
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file, and what a subclass makes of it."""
+        return (
+            "the load or the first step of torch's optimizer fails: copy the file again from where it came, or resume "
+            "from an older checkpoint. Where a class of your own keeps other states, ignore this"
+        )
+
+
 def _parameters(names: tuple[str, ...]) -> str:
     return f"{'parameter' if len(names) == 1 else 'parameters'} {_listed(names)}"
 
