@@ -158,13 +158,20 @@ def _problem_of_optimizer(root: object) -> str:
         return f"an optimizer whose 'state' is {_noun(state)}"
     if type(groups) is not tuple and not (type(groups) is Node and groups.kind is Kind.LIST):
         return f"an optimizer whose 'param_groups' are {_noun(groups)}" if _is_plain(groups) else ""
+    if not items_of(groups) and any(type(key) is int for key, _ in pairs(state)):
+        return "an optimizer with moments and no param groups"
     visits = Visits()
     for number, group in enumerate(items_of(groups)):
         # A few bytes can refer to one long group again and again.
         if type(group) is Node and not visits.first(group):
             continue
-        if _is_plain(group) and child(group, "params") is None:
+        if not _is_plain(group):
+            continue
+        members = child(group, "params")
+        if members is None:
             return f"an optimizer whose param group {number} has no 'params'"
+        if type(members) in (int, float, bool):
+            return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
     return ""
 
 

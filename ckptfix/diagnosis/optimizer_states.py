@@ -49,6 +49,8 @@ _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_PAIRS = ("betas", "etas", "step_sizes")
+"""Options of two numbers."""
 _INTEGERS = ("I", "U", "BOOL")
 """Beginnings of the dtypes that torch's optimizers never have moments of."""
 _LAST_STEP = 1 << 53
@@ -62,11 +64,12 @@ class SavedOptimizer:
     ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
     ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
     where it is kept in tensors, as torch does since 1.12. ``is_named``: by keys. ``index``: its position.
-    ``values``: the numbers and flags of each group, "" for other options; empty for a DCP folder.
+    ``values``: the numbers and flags of each group, None for unusable options, "" for others; empty for a DCP folder.
     ``names``: number -> key, where torch recorded it.
-    ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers.
+    ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers, (parameter, "")
+    where its states are not a dict.
     ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
-    ``strangers``: keys of moments in an optimizer that numbers its parameters.
+    ``strangers``: keys of moments in an optimizer that numbers its parameters, or numbers in one that names them.
     """
 
     path: PurePosixPath
@@ -145,15 +148,12 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
     is_named = False
     left = len(file.tree.data)  # a few bytes can refer to one long list again and again
     try:
+        known = storages(file.tree)
         for group in items_of(child(root, _GROUPS)):
             members = items_of(child(group, "params"))
             labels = items_of(child(group, "param_names"))
             values.append(
-                {
-                    key.value: "" if isinstance(value, Node | tuple) else value
-                    for key, value in pairs(group)
-                    if type(key) is Text
-                }
+                {key.value: _option(key, value, known) for key, value in pairs(group) if type(key) is Text}
             )
             left -= len(members) + len(labels) + len(values[-1])
             numbers = list(map(_name, members))
@@ -164,10 +164,15 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
             if len(labels) == len(members):
                 pairs_of_names = zip(groups[-1], labels, strict=True)
                 names.update({number: label.value for number, label in pairs_of_names if type(label) is Text})
-        known = storages(file.tree)
         for key, state in pairs(child(root, _STATE)):
             name = _name(key)
-            if name is None or not is_dict_like(state):
+            if name is None:
+                continue
+            if not is_dict_like(state):
+                if type(key) is int and (
+                    type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST
+                ):
+                    unusable.add((name, ""))
                 continue
             entries = {
                 word.value: (value, _tensor(word, value, known))
@@ -177,10 +182,10 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
             left -= len(entries)
             if left < 0:
                 return None
-            if type(key) is Text and groups and not is_named:
-                # A load leaves the state of a string aside. Other libraries keep values of their own there.
+            if groups and (type(key) is Text) is not is_named:
+                # A load leaves the state of an unknown key aside. Other libraries keep values of their own there.
                 if any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()):
-                    strangers.append(key.value)
+                    strangers.append(name)
                 continue
             step = child(state, "step")
             if type(step) is int and 0 <= step <= _LAST_STEP:
@@ -190,6 +195,8 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
             }
             unusable.update((name, word) for word, (value, _) in entries.items() if _is_unusable(word, value))
             for word, (_, tensor) in entries.items():
+                if word == "step" and tensor is not None and tensor.dtype == "BOOL":
+                    unusable.add((name, word))
                 if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):
                     integers[name] = word, tensor.dtype
     except FormatError:
@@ -218,10 +225,26 @@ def _is_unusable(state: str, value: object) -> bool:
     return is_container if state == "step" else state in MOMENTS and (is_container or type(value) is not Node)
 
 
+def _option(key: Text, value: Any, known: Mapping[str, Any]) -> object:
+    """Return the value of an option, None for one with which the step of any optimizer fails, "" for other objects."""
+    if type(value) is Text:
+        return None
+    if key.value in _PAIRS:
+        # Subclasses may have three.
+        return "" if len(items_of(value)) >= 2 and Text not in map(type, items_of(value)) else None
+    if key.value == "lr" and isinstance(value, Node | tuple):
+        tensor = _tensor(key, value, known)
+        is_usable = (
+            prod(tensor.shape) == 1 if tensor is not None else not (is_dict_like(value) or items_of(value))
+        )
+        return "" if is_usable else None
+    return "" if isinstance(value, Node | tuple) else value
+
+
 def _name(value: Any) -> str | None:
     if type(value) is Text:
         return value.value
-    return str(value) if type(value) is int and 0 <= value < 1 << 31 else None
+    return str(value) if type(value) is int and abs(value) < 1 << 31 else None
 
 
 def _tensor(key: Text, value: Any, known: Mapping[str, Any]) -> PickledTensor | None:
@@ -391,10 +414,13 @@ def contradictions(one: SavedOptimizer) -> Iterator[Finding]:
             unlisted=unlisted,
             repeated=repeated,
             strangers=one.strangers,
+            is_named=one.is_named,
         )
     # LBFGS keeps the states of all parameters as those of the first.
     if any(one.states.values()) and "history_size" not in one.options:
-        without = tuple(name for name in counts if not one.states.get(name))
+        without = tuple(
+            name for name in counts if not one.states.get(name) and (name, "") not in one.unusable
+        )
         if without:
             yield MissingMoments(path=one.path, names=without, parameters=len(counts))
     yield from _unusable_parts(one)
@@ -449,6 +475,8 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
         needed = [*(state for state in kind.scalars if state in present), *moments]
         for name in group:
             states = saved.states.get(name)
+            if (name, "") in saved.unusable and (every := [*kind.scalars, *kind.moments_with(options)]):
+                lacking[name] = every
             if not states:
                 continue
             gone = [

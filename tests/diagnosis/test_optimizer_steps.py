@@ -132,7 +132,7 @@ def test_what_is_said_of_states_and_options(checkpoint: Path) -> None:
 
     rewrite(path, damage)
     assert found(checkpoint) == [
-        "inconsistent-groups: optimizer.bin: param group 0 has no 'lr'",
+        "inconsistent-groups: optimizer.bin: param group 0 has no usable 'lr'",
         "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 0 has shape [6, 5] (expected [5, 6], as its "
         "'exp_avg' has; 1 parameter more)",
         "missing-moments: optimizer.bin: 2 of 6 parameters have no usable 'exp_avg_sq', 'step': 4, 5",
@@ -204,6 +204,111 @@ def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, sev
     (finding,) = check(root).findings
     assert finding.severity is severity
     assert ("ignore this" in finding.advice) is (severity is Severity.WARNING)
+
+
+def state_of_each(value: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], None]:
+    """Return a damage that replaces the states of each parameter."""
+
+    def damage(state: dict[str, Any]) -> None:
+        state["state"] = {number: value(states) for number, states in state["state"].items()}
+
+    return damage
+
+
+def option_of_each(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a damage that sets an option of each param group."""
+
+    def damage(state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group[name] = value
+
+    return damage
+
+
+ALL_SPOILED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "None": state_of_each(lambda states: None),
+    "a list": state_of_each(lambda states: [1]),
+    "a tensor": state_of_each(lambda states: states["exp_avg"]),
+    "one None": lambda state: state["state"].update({0: None}),
+    "step None": state_of_each(lambda states: {**states, "step": None}),
+    "step of bool": state_of_each(lambda states: {**states, "step": torch.tensor(True)}),
+    "betas of one": option_of_each("betas", (0.9,)),
+    "betas a float": option_of_each("betas", 0.9),
+    "betas of text": option_of_each("betas", "ab"),
+    "lr of text": option_of_each("lr", "0.1"),
+    "lr a list": option_of_each("lr", [0.1]),
+    "lr a dict": option_of_each("lr", {}),
+    "lr of two": option_of_each("lr", torch.ones(2)),
+    "eps of text": option_of_each("eps", "1e-8"),
+    "weight_decay of text": option_of_each("weight_decay", "0.1"),
+}
+
+
+@pytest.mark.parametrize("words", ALL_SPOILED)
+def test_states_and_options_of_a_wrong_type_are_errors(checkpoint: Path, words: str) -> None:
+    rewrite(checkpoint / "optimizer.bin", ALL_SPOILED[words])
+    assert fails(MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin", weights_only=True))
+    (finding,) = check(checkpoint).all_findings
+    assert finding.severity is Severity.ERROR
+    assert "no usable" in str(finding)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "betas a list",
+        "lr of a tensor with one number",
+        "betas of tensors",
+    ],
+)
+def test_options_of_another_type_that_torch_takes_are_healthy(checkpoint: Path, words: str) -> None:
+    damages = {
+        "betas a list": option_of_each("betas", [0.9, 0.99]),
+        "lr of a tensor with one number": option_of_each("lr", torch.ones(1)),
+        "betas of tensors": option_of_each("betas", (torch.tensor(0.9), torch.tensor(0.99))),
+    }
+    rewrite(checkpoint / "optimizer.bin", damages[words])
+    assert found(checkpoint) == []
+    assert words == "betas of tensors" or not fails(
+        MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin", weights_only=True)
+    )
+
+
+def params_as(number: Callable[[int], Any]) -> Callable[[dict[str, Any]], None]:
+    """Return a damage that changes the parameters that param groups list."""
+
+    def damage(state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["params"] = [number(position) for position in group["params"]]
+
+    return damage
+
+
+DROPPED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "params as strings": (
+        params_as(str),
+        "it has moments under the numbers 0, 1, 2 and 3 more, and param groups have strings",
+    ),
+    "negative params": (
+        params_as(lambda number: -number - 1),
+        "it has moments of parameters 0, 1, 2 and 3 more, which no param group has",
+    ),
+    "negative states": (
+        lambda state: state.update(state={-number - 1: value for number, value in state["state"].items()}),
+        "it has moments of parameters '-1', '-2', '-3' and 3 more, which no param group has",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DROPPED)
+def test_moments_that_a_load_drops_without_an_error(checkpoint: Path, words: str) -> None:
+    damage, sentence = DROPPED[words]
+    rewrite(checkpoint / "optimizer.bin", damage)
+    assert found(checkpoint)[0] == f"inconsistent-groups: optimizer.bin: {sentence}"
+    model = net()
+    optimizer = MAKERS["adamw"](model)
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.bin"))
+    assert not any(optimizer.state.get(parameter) for parameter in model.parameters())
 
 
 def test_one_parameter_alone_in_its_group_lacks_a_state(tmp_path: Path) -> None:
@@ -570,6 +675,6 @@ def test_many_groups_and_many_states_end_the_look_soon(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "optimizer.bin")
     begin = time.process_time()
     assert found(tmp_path)[0] == (
-        "inconsistent-groups: optimizer.bin: param groups 0, 1, 2 and 29997 more have no 'eps', 'weight_decay'"
+        "inconsistent-groups: optimizer.bin: param groups 0, 1, 2 and 29997 more have no usable 'eps', 'weight_decay'"
     )
     assert time.process_time() - begin < 10

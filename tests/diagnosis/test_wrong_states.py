@@ -122,11 +122,16 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a state in a list": lambda saved: {**saved[OPTIMIZER], "state": []},
     "groups of None": lambda saved: {**saved[OPTIMIZER], "param_groups": None},
     "groups without parameters": lambda saved: {"state": {}, "param_groups": [{"lr": 0.1}]},
+    "groups of a number": lambda saved: {
+        **saved[OPTIMIZER],
+        "param_groups": [{**saved[OPTIMIZER]["param_groups"][0], "params": 4}],
+    },
+    "no group": lambda saved: {**saved[OPTIMIZER], "param_groups": []},
 }  # fmt: skip
 
 JUDGED = (
     "an optimizer", "a scheduler", "a plateau scheduler", "random states", "a model", "a state of None",
-    "a state in a list", "groups of None", "groups without parameters",
+    "a state in a list", "groups of None", "groups without parameters", "groups of a number", "no group",
 )  # fmt: skip
 """Contents that are no gradient scaler's. A disabled one saves an empty dict, and a script may use its name."""
 

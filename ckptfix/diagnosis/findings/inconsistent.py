@@ -86,7 +86,8 @@ class InconsistentGroups(Finding):
     """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them have.
 
     ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one of them lists
-    twice. ``strangers``: strings that moments are stored under, where groups have numbers.
+    twice. ``strangers``: strings that moments are stored under, where groups have numbers, or numbers where groups have
+    strings: ``is_named``.
     """
 
     code = "inconsistent-groups"
@@ -101,6 +102,7 @@ class InconsistentGroups(Finding):
     unlisted: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
+    is_named: bool = False
 
     def __str__(self) -> str:
         said = []
@@ -111,10 +113,10 @@ class InconsistentGroups(Finding):
         if self.unlisted:
             said.append(f"it has moments of {_parameters(self.unlisted)}, which no param group has")
         if self.strangers:
-            keys = "the string" if len(self.strangers) == 1 else "the strings"
-            said.append(
-                f"it has moments under {keys} {list_names(self.strangers)}, and param groups have numbers"
-            )
+            noun, expected = ("number", "strings") if self.is_named else ("string", "numbers")
+            plural = "" if len(self.strangers) == 1 else "s"
+            keys = _listed(self.strangers) if self.is_named else list_names(self.strangers)
+            said.append(f"it has moments under the {noun}{plural} {keys}, and param groups have {expected}")
         return f"{self.path}: {'; '.join(said)}"
 
     @property
@@ -130,7 +132,7 @@ class InconsistentGroups(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LackingGroups(InconsistentGroups):
-    """Param groups without ``options`` that torch's optimizer always reads: an error. ``groups``: their positions."""
+    """Param groups without usable ``options`` that torch's optimizer reads: an error. ``groups``: their positions."""
 
     severity = Severity.ERROR
 
@@ -140,7 +142,8 @@ class LackingGroups(InconsistentGroups):
     def __str__(self) -> str:
         groups = "param group" if len(self.groups) == 1 else "param groups"
         have = "has" if len(self.groups) == 1 else "have"
-        return f"{self.path}: {groups} {_listed(tuple(map(str, self.groups)))} {have} no {list_names(self.options)}"
+        numbers = _listed(tuple(map(str, self.groups)))
+        return f"{self.path}: {groups} {numbers} {have} no usable {list_names(self.options)}"
 
     @property
     def advice(self) -> str:
