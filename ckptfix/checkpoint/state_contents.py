@@ -5,11 +5,14 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - ``Optimizer.load_state_dict`` refuses whatever has no ``state`` and no ``param_groups``. A class of a script's own may
   save another dict, as Lookahead does around another optimizer.
 - ``LRScheduler.load_state_dict`` updates its ``__dict__`` with anything dict-like, and starts anew without an error.
-- ``load_state`` catches every error about random states, restores none of them, and loses its step. The Trainer fails.
+- ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
+  Python, numpy, torch and its devices. The Trainer fails.
 - ``GradScaler.load_state_dict`` refuses whatever has no ``scale``; a disabled one saves, and loads, an empty dict.
 """
 
+from collections.abc import Mapping
 from enum import Enum
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role
@@ -17,6 +20,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import (
     Kind,
     Node,
+    PickleTree,
     Text,
     Visits,
     attribute,
@@ -27,7 +31,7 @@ from ckptfix.formats.pickle_tree import (
     pairs,
 )
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import is_tensor
+from ckptfix.formats.torch_tensors import PickledStorage, is_tensor, read_tensor, storages
 from ckptfix.wording import list_names
 
 
@@ -58,6 +62,21 @@ _KEYS = (
 
 _NESTED = (Content.OPTIMIZER, Content.SCHEDULER)
 """States that classes of scripts wrap in another dict or list. Loaders look for the others at the root alone."""
+
+_GENERATORS = {
+    Content.RANDOM_STATES: (
+        "random_state",
+        "numpy_random_seed",
+        "torch_manual_seed",
+        "torch_cuda_manual_seed",
+    ),
+    Content.TRAINER_RANDOM_STATES: ("python", "numpy", "cpu", "cuda"),
+}
+"""Keys under which random states have those of Python, numpy, and torch on the CPU and on CUDA devices."""
+
+_WORDS_OF_PYTHON = 625
+_LEAST_OF_TORCH = 5048
+"""torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
 
 _BY_ROLE = {
     Role.OPTIMIZER: Content.OPTIMIZER,
@@ -95,15 +114,18 @@ def state_problem(name: FileName, file: TorchFile) -> StateProblem | None:
     if expected is Content.RANDOM_STATES and name.is_of_trainer:
         expected = Content.TRAINER_RANDOM_STATES
     try:
-        return None if expected is None else _judged(expected, file.tree.root)
+        return None if expected is None else _judged(expected, file.tree)
     except FormatError:
         return None
 
 
-def _judged(expected: Content, root: Any) -> StateProblem | None:
+def _judged(expected: Content, tree: PickleTree) -> StateProblem | None:
+    root = tree.root
     content = _content(root)
     if content is expected:
         problem = _problem_of_optimizer(root) if expected is Content.OPTIMIZER else ""
+        if expected in _GENERATORS:
+            problem = _problem_of_random_states(tree, *_GENERATORS[expected])
         return StateProblem(expected, problem, None) if problem else None
     if expected in _NESTED and _is_inside(expected, root):
         return None
@@ -156,7 +178,7 @@ def _problem_of_optimizer(root: object) -> str:
     state, groups = child(root, "state"), child(root, "param_groups")
     if not is_dict_like(state) and _is_plain(state):
         return f"an optimizer whose 'state' is {_noun(state)}"
-    if type(groups) is not tuple and not (type(groups) is Node and groups.kind is Kind.LIST):
+    if not _is_list(groups):
         return f"an optimizer whose 'param_groups' are {_noun(groups)}" if _is_plain(groups) else ""
     if not items_of(groups) and any(type(key) is int for key, _ in pairs(state)):
         return "an optimizer with moments and no param groups"
@@ -173,6 +195,46 @@ def _problem_of_optimizer(root: object) -> str:
         if type(members) in (int, float, bool):
             return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
     return ""
+
+
+def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:
+    """Return which generator cannot take its state under one of these keys, "" where all can."""
+    values = items_of(child(tree.root, python))
+    if len(values) != 3 or not (
+        type(values[0]) is int
+        and type(values[1]) is tuple
+        and len(values[1]) == _WORDS_OF_PYTHON
+        and all(type(word) is int for word in values[1])
+        and (values[2] is None or type(values[2]) in (int, float))
+    ):
+        return f"random states whose {python!r} is not a state of Python's generator"
+    state = child(tree.root, numpy)
+    values = items_of(state)
+    is_of_numpy = len(values) in (3, 5) and type(values[0]) is Text and values[0].value == "MT19937"
+    # A script that replaced numpy's global bit generator saves a dict.
+    if not is_of_numpy and child(state, "bit_generator") is None:
+        return f"random states whose {numpy!r} is not a state of numpy's generator"
+    known = storages(tree)
+    if not _has_bytes(child(tree.root, cpu), _LEAST_OF_TORCH, known):
+        return f"random states whose {cpu!r} is not a state of torch's generator"
+    # The Trainer saves a single device's state without a list.
+    devices = child(tree.root, cuda)
+    members = items_of(devices) if _is_list(devices) else () if devices is None else (devices,)
+    if not all(_has_bytes(member, 1, known) for member in members):
+        return f"random states whose {cuda!r} is not a state of CUDA generators"
+    return ""
+
+
+def _has_bytes(value: object, least: int, known: Mapping[str, PickledStorage]) -> bool:
+    """Return whether a value is a tensor of at least so many bytes, or of a kind that is not known here."""
+    if type(value) is not Node or not is_tensor(value):
+        return False
+    tensor = read_tensor(Text("", 0, 0), value, known)
+    return tensor is None or (tensor.dtype == "U8" and prod(tensor.shape) >= least)
+
+
+def _is_list(value: object) -> bool:
+    return type(value) is tuple or (type(value) is Node and value.kind is Kind.LIST)
 
 
 def _is_plain(value: object) -> bool:

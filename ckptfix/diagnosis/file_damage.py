@@ -553,7 +553,7 @@ _EFFECTS = {
     Content.OPTIMIZER: "the load fails",
     Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
     Content.GRAD_SCALER: "the load fails in a run with fp16",
-    Content.RANDOM_STATES: "load_state restores no random states and no step, and reports no error",
+    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
     Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
     Content.SAMPLER: "the data loader cannot use it",
     Content.DATALOADER: "the data loader cannot use it",

@@ -402,6 +402,77 @@ def test_random_states_of_the_trainer_need_their_keys(
     assert sentence.endswith("(expected the Trainer's random states)")
 
 
+OF_PYTHON, OF_NUMPY, OF_TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
+OF_CUDA = "torch_cuda_manual_seed"
+SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "exchanged": lambda saved: {OF_PYTHON: saved[OF_NUMPY], OF_NUMPY: saved[OF_PYTHON]},
+    "python: None": lambda saved: {OF_PYTHON: None},
+    "python: []": lambda saved: {OF_PYTHON: []},
+    "python: short": lambda saved: {OF_PYTHON: (3, saved[OF_PYTHON][1][:624], None)},
+    "python: floats": lambda saved: {OF_PYTHON: (3, tuple(map(float, saved[OF_PYTHON][1])), None)},
+    "python: list": lambda saved: {OF_PYTHON: (3, list(saved[OF_PYTHON][1]), None)},
+    "numpy: None": lambda saved: {OF_NUMPY: None},
+    "numpy: short": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:1]},
+    "numpy: {}": lambda saved: {OF_NUMPY: {}},
+    "torch: None": lambda saved: {OF_TORCH: None},
+    "torch: floats": lambda saved: {OF_TORCH: saved[OF_TORCH].float()},
+    "torch: short": lambda saved: {OF_TORCH: saved[OF_TORCH][:10].clone()},
+    "torch: list": lambda saved: {OF_TORCH: [saved[OF_TORCH]]},
+}
+HEALTHY_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "as saved": lambda saved: {},
+    "lists": lambda saved: {OF_PYTHON: list(saved[OF_PYTHON]), OF_NUMPY: list(saved[OF_NUMPY])},
+    "gauss": lambda saved: {OF_PYTHON: (*saved[OF_PYTHON][:2], 0.5)},
+    "numpy without gauss": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:3]},
+    "numpy as a dict": lambda saved: {OF_NUMPY: numpy.random.RandomState(5).get_state(legacy=False)},
+}
+
+
+def takes_every_state(states: dict[str, Any]) -> bool:
+    """Return whether Python, numpy and torch take these states."""
+    try:
+        random.Random().setstate(states[OF_PYTHON])
+        numpy.random.RandomState().set_state(states[OF_NUMPY])
+        torch.Generator().set_state(states[OF_TORCH])
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("words", {**SPOILED_RANDOM, **HEALTHY_RANDOM})
+def test_random_states_that_a_generator_refuses(words: str, saved: dict[str, Any], tmp_path: Path) -> None:
+    """``load_state`` says nothing and leaves out what follows; the Trainer raises."""
+    is_healthy = words in HEALTHY_RANDOM
+    root = Run().save(tmp_path / "checkpoint_0")
+    states = {**saved[RANDOM], **{**SPOILED_RANDOM, **HEALTHY_RANDOM}[words](saved[RANDOM])}
+    torch.save(states, root / RANDOM)
+    folder = trainer_folder(tmp_path / "checkpoint-2", saved)
+    of_trainer = {"python": states[OF_PYTHON], "numpy": states[OF_NUMPY], "cpu": states[OF_TORCH]}
+    torch.save(of_trainer, folder / "rng_state.pth")
+    assert takes_every_state(states) is is_healthy
+    sentences = told(root) + told(folder)
+    assert len(sentences) == (0 if is_healthy else 2)
+    assert all(sentence.startswith("unknown-state: ") for sentence in sentences)
+    assert loads(root) == ("right" if is_healthy else "wrong")
+
+
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_random_states_of_devices(is_healthy: bool, saved: dict[str, Any], tmp_path: Path) -> None:
+    """A CUDA generator has 16 bytes. The Trainer saves a list with several processes only."""
+    state = torch.zeros(16, dtype=torch.uint8 if is_healthy else torch.float32)
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save({**saved[RANDOM], OF_CUDA: [state, state]}, root / RANDOM)
+    expected = 0 if is_healthy else 1
+    assert len(told(root)) == expected
+    torch.save({**saved[RANDOM], OF_CUDA: []}, root / RANDOM)
+    assert told(root) == []
+    folder = trainer_folder(tmp_path / "checkpoint-2", saved)
+    states = torch.load(folder / "rng_state.pth", weights_only=False)
+    for devices in (state, [state, state]):
+        torch.save({**states, "cuda": devices}, folder / "rng_state.pth")
+        assert len(told(folder)) == expected
+
+
 # --- the newest complete checkpoint --------------------------------------------------------------------------------
 
 
