@@ -117,7 +117,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 def of_trainer(root: Path, run: Trained, *, processes: int = 2) -> Path:
-    """Save as the Trainer does under DDP; its files of random states are stand-ins."""
+    """Save as the Trainer does under DDP; each process has random states of its own."""
     model, optimizer = run
     root.mkdir()
     save_file(dict(model.state_dict()), root / "model.safetensors", {"format": "pt"})
@@ -126,5 +126,10 @@ def of_trainer(root: Path, run: Trained, *, processes: int = 2) -> Path:
     (root / "trainer_state.json").write_text('{"global_step": 3}')
     for rank in range(processes):
         name = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
-        torch.save({"python": [rank], "numpy": [rank], "cpu": torch.arange(rank + 1)}, root / name)
+        state = {
+            "python": (3, tuple(range(rank, rank + 625)), None),
+            "numpy": numpy.random.RandomState(rank).get_state(),
+            "cpu": torch.Generator().manual_seed(rank).get_state(),
+        }
+        torch.save(state, root / name)
     return root

@@ -1,6 +1,7 @@
 """Names that a library looks for: adapters, variants, shards and the Trainer's states keep them in every folder."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def write_trainer_states(path: Path) -> None:
     """Write what the Trainer keeps beside a model: the states of generators hold tensors and objects of numpy."""
-    states = {"python": (3, (1, 2), None), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     for name in ("rng_state.pth", "rng_state_0.pth"):
         torch.save(states, path / name)
     moments = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}}
-    torch.save({"state": moments, "param_groups": []}, path / "optimizer.pt")
+    torch.save({"state": moments, "param_groups": [{"params": [0]}]}, path / "optimizer.pt")
     torch.save({"last_epoch": 1, "base_lrs": torch.ones(2)}, path / "scheduler.pt")
     torch.save({"scale": torch.ones(1)}, path / "scaler.pt")
     torch.save({"output_dir": "x", "noise": torch.ones(2)}, path / "training_args.bin")

@@ -124,9 +124,9 @@ def _write_made(folder: Path) -> None:
     torch.serialization.set_crc32_options(True)
     put("torch zip", "written-by-zipfile", {"pytorch_model.bin": _repacked(saved(weights))})
     numbers = {
-        "python": (3, tuple(range(9)), None),
-        "numpy": ("MT19937", numpy.arange(9, dtype=numpy.uint32), 9, 0, 0.0),
-        "cpu": torch.get_rng_state()[:64].clone(),
+        "python": (3, tuple(range(625)), None),
+        "numpy": ("MT19937", numpy.arange(624, dtype=numpy.uint32), 9, 0, 0.0),
+        "cpu": torch.get_rng_state(),
     }
     put(
         "Trainer",
