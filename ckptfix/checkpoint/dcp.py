@@ -41,7 +41,7 @@ from ckptfix.formats.dcp_metadata import (
 )
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.dcp_stream import StoredItem
-from ckptfix.formats.pickle_globals import GlobalSafety, classify
+from ckptfix.formats.pickle_globals import GlobalSafety, classify, unsafe_globals
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import PickleTree, Text
 from ckptfix.formats.sniff import describe_content
@@ -535,9 +535,7 @@ def _unsafe_bytes(reader: FileReader) -> tuple[str, ...]:
 
 
 def _unsafe(tree: PickleTree) -> tuple[str, ...]:
-    return tuple(
-        f"{module}.{name}" for module, name in tree.globals if classify(module, name) is GlobalSafety.UNSAFE
-    )
+    return tuple(f"{module}.{name}" for module, name in unsafe_globals(tree))
 
 
 class _Items:

@@ -60,6 +60,7 @@ from ckptfix.formats.pickle_globals import (
     can_be_allowed,
     classify,
     safe_globals_line,
+    unsafe_globals,
 )
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
@@ -262,14 +263,17 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
 
 
 def _pickle(component: Component, file: TorchFile) -> list[Finding]:
-    unsafe, unknown = [], []
+    unsafe = unsafe_globals(file.tree)
+    if unsafe:
+        return [
+            UnsafePickle(path=component.path, globals=tuple(f"{module}.{name}" for module, name in unsafe))
+        ]
+    unknown: list[tuple[str, str]] = []
     is_deepspeed = is_deepspeed_file(component.path.name) or component.path.parent.name == str(UNIVERSAL)
     is_of_fsdp = parse_rank_file_name(component.path.name) is not None
     for module, name in file.tree.globals:
         match classify(module, name):
-            case GlobalSafety.UNSAFE:
-                unsafe.append(f"{module}.{name}")
-            case GlobalSafety.UNKNOWN:
+            case GlobalSafety.UNKNOWN | GlobalSafety.UNSAFE:
                 # DeepSpeed loads its files without a list, and FSDP adds its classes to torch's.
                 is_own = is_deepspeed and module.startswith("deepspeed.")
                 if not is_own and not (is_of_fsdp and (module, name) in SAFE_IN_FSDP):
@@ -280,8 +284,6 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
                     unknown.append((module, name))
             case GlobalSafety.SAFE:
                 pass
-    if unsafe:
-        return [UnsafePickle(path=component.path, globals=tuple(unsafe))]
     opcodes = file.tree.refused_opcodes
     is_plain = file.container is None and component.role not in CUSTOM_CLASSES_ALLOWED
     if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:

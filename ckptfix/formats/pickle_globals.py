@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import product
 from keyword import iskeyword
 
-from ckptfix.formats.pickle_tree import UNRESOLVABLE
+from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text, every_node
 
 _UNSAFE_MODULES_TEXT = """
     os posix nt posixpath ntpath sys subprocess _posixsubprocess commands popen2 pty tty signal _signal atexit threading
@@ -102,7 +102,10 @@ _HARMLESS = frozenset(
     | _named("uuid", "UUID SafeUUID")
     | _named("zoneinfo", "ZoneInfo._unpickle")
     | _named("numpy.random._pickle", "__randomstate_ctor __generator_ctor __bit_generator_ctor")
+    | _named("numpy.random", "__RandomState_ctor")
 )
+_COMPILED = frozenset({"numpy", "scipy", "pandas", "sklearn"})
+"""Packages of classes that Cython compiled, whose ``__pyx_unpickle_Name`` makes an instance and sets its attributes."""
 _RUNNERS = frozenset(
     {"eval", "exec", "exec_", "execfile", "system", "popen", "builtins", "runstring", "execWrapper"}
 )
@@ -126,10 +129,15 @@ def is_unsafe(module: str, name: str) -> bool:
         return True
     if not looks_like_class(name) and (len(path) > 1 or parts[0] in _FUNCTIONS_RUN):
         return True  # a method, or a function of a module by way of another: pathlib's Path.unlink, random's _os.execv
-    return any(
-        step.lstrip("_") in _UNSAFE_MODULES or step.startswith("__") or step.lstrip("_") in _RUNNERS
-        for step in path
-    )
+    if parts[0] in _COMPILED and len(path) == 1 and name.startswith("__pyx_unpickle_"):
+        return False
+    return any(map(_leads_outside, path))
+
+
+def _leads_outside(step: str) -> bool:
+    """Return whether an attribute may be a module, a function that runs text, or one of Python's own attributes."""
+    bare = step.lstrip("_")
+    return step.startswith("__") or bare in _UNSAFE_MODULES or bare in _RUNNERS
 
 
 def looks_like_class(name: str) -> bool:
@@ -261,6 +269,85 @@ def classify(module: str, name: str) -> GlobalSafety:
     if (module, name) in _SAFE_IN_RNG_STATE:
         return GlobalSafety.SAFE_IN_RNG_STATE
     return GlobalSafety.UNSAFE if is_unsafe(module, name) else GlobalSafety.UNKNOWN
+
+
+_GETATTR, _PARTIAL = ("builtins", "getattr"), ("functools", "partial")
+_MAKERS = frozenset({_GETATTR, _PARTIAL}) | _named("operator", "itemgetter attrgetter methodcaller")
+"""Functions that make something to call later. Protocol 2 names nested classes and methods by ``getattr``."""
+
+_LONGEST_PATH = 16
+"""Most nested classes that are followed from the outermost one; real code nests two or three."""
+
+
+def unsafe_globals(tree: PickleTree) -> tuple[tuple[str, str], ...]:
+    """Return the globals by which a load of this pickle can run code, in the order of its references.
+
+    ``getattr``, ``functools.partial`` and the getters of ``operator`` are harmless where the pickle stores what they
+    make and never calls it.
+    """
+    unsafe = [pair for pair in tree.globals if classify(*pair) is GlobalSafety.UNSAFE]
+    if any(python_3_name(*pair) in _MAKERS for pair in unsafe) and _stores_only(tree):
+        unsafe = [pair for pair in unsafe if python_3_name(*pair) not in _MAKERS]
+    return tuple(unsafe)
+
+
+def _stores_only(tree: PickleTree) -> bool:
+    """Return whether nothing of what the makers made can be called while this pickle is loaded.
+
+    Every function may call its arguments. BUILD sets attributes: those of a class can replace its methods, and those of
+    an instance what later opcodes call, ``__setstate__`` and ``extend``.
+    """
+    made: set[int] = set()
+    callable_there: list[object] = []
+    for call in tree.calls:
+        maker = _maker(call.head)
+        states = call.states or ()
+        if maker is not None:
+            is_filled = call.items is not None or call.entries is not None
+            if call.kind is not Kind.CALL or is_filled or (states and maker != _PARTIAL):
+                return False
+            path = _path_of(call) if maker == _GETATTR else None
+            if maker == _GETATTR and path is None:
+                return False
+            if path is None or not path[0] or is_unsafe(*path):
+                made.add(id(call))
+        if maker != _PARTIAL:
+            callable_there += (call.head, call.args)
+        if len(states) > 1 or call.items is not None:
+            callable_there += states
+    if any(refused.endswith(f" on {Kind.GLOBAL.value}") for refused in tree.refused_opcodes):
+        return False
+    values = every_node((tree.root, *tree.calls), callees=False)
+    return not any(map(_maker, values)) and made.isdisjoint(map(id, every_node(tuple(callable_there))))
+
+
+def _maker(node: object) -> tuple[str, str] | None:
+    """Return the Python 3 name of the maker that a node refers to, None for any other node."""
+    if type(node) is not Node or node.kind is not Kind.GLOBAL:
+        return None
+    name = python_3_name(*node.head)
+    return name if name in _MAKERS else None
+
+
+def _path_of(call: Node) -> tuple[str, str] | None:
+    """Return the global that calls of ``getattr`` lead to, with "" as module for an attribute of an instance.
+
+    None for a call that may lead to a module or to an attribute of Python's own.
+    """
+    steps: list[str] = []
+    value: object = call
+    while type(value) is Node and value.kind in CALLS and _maker(value.head) == _GETATTR:
+        args = value.args
+        if type(args) is not tuple or len(args) != 2 or type(args[1]) is not Text:
+            return None
+        steps.insert(0, args[1].value)
+        if _leads_outside(steps[0]) or len(steps) > _LONGEST_PATH:
+            return None
+        value = args[0]
+    if type(value) is not Node or value.kind is not Kind.GLOBAL:
+        return "", ".".join(steps)
+    module, name = python_3_name(*value.head)
+    return module, ".".join((name, *steps))
 
 
 def python_3_name(module: str, name: str) -> tuple[str, str]:

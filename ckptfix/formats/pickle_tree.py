@@ -171,8 +171,11 @@ def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> A
     return found
 
 
-def every_node(root: Any) -> Iterator[Node]:
-    """Yield every node that a value refers to, once, however deep: keys, arguments and states, too."""
+def every_node(root: Any, *, callees: bool = True) -> Iterator[Node]:
+    """Yield every node that a value refers to, once, however deep: keys, arguments and states, too.
+
+    ``callees``: go into what is called as well.
+    """
     met: set[int] = set()
     waiting = [root]
     while waiting:
@@ -184,7 +187,7 @@ def every_node(root: Any) -> Iterator[Node]:
             waiting += value
             continue
         yield value
-        waiting += (value.head, value.args)
+        waiting += (value.head, value.args) if callees or value.kind not in CALLS else (value.args,)
         for values in (value.items, value.entries, value.states):
             waiting += values or ()
 

@@ -106,11 +106,13 @@ pathlib Path.unlink; pathlib Path.write_text; pathlib Path.open; torch.distribut
 accelerate.launchers notebook_launcher; accelerate.commands.launch launch_command; accelerate.utils load;
 torch.utils.benchmark Timer; torch.cuda os.system; huggingface_hub snapshot_download; numpy.lib._npyio_impl load;
 numpy.lib.format open_memmap; torch from_file; torch.storage UntypedStorage.from_file; sympy sin; jinja2 Template;
+numpy.random __reduce__; numpy.f2py __pyx_unpickle_X; mypackage __pyx_unpickle_X; numpy __pyx_unpickle_X.load;
 tokenize open; fcntl ioctl; mypackage nested.function; mypackage Net.load; logging basicConfig; _io FileIO
 """
 A_CLASS = """
 pkg Outer._Inner; fractions Fraction; collections deque; _collections deque; datetime timedelta; decimal Decimal;
-zoneinfo ZoneInfo._unpickle; numpy.random._pickle __generator_ctor; __main__ Net;
+zoneinfo ZoneInfo._unpickle; numpy.random._pickle __generator_ctor; __main__ Net; numpy.random __RandomState_ctor;
+numpy.random.bit_generator __pyx_unpickle_SeedSequence; pandas._libs.internals __pyx_unpickle_BlockManager;
 transformers.training_args TrainingArguments; mypackage make_net; collections abc; re _compile;
 accelerate.utils.dataclasses DistributedType; _pydatetime date
 """

@@ -10,7 +10,7 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.torch_reading import resolve
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_globals import GlobalSafety, classify
+from ckptfix.formats.pickle_globals import unsafe_globals
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.storage.reading import open_reader
 from ckptfix.training.loading.commit import agree, go_on_numbering, perform
@@ -161,6 +161,6 @@ def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
 def _unsafe(file: Path) -> list[str]:
     """Look for code in a file of DCP or DeepSpeed, whose own classes are fine. Raises FormatError."""
     with open_reader(file) as reader:
-        found = read_torch_file(reader).tree.globals
-    unsafe = [f"{module}.{name}" for module, name in found if classify(module, name) is GlobalSafety.UNSAFE]
+        tree = read_torch_file(reader).tree
+    unsafe = [f"{module}.{name}" for module, name in unsafe_globals(tree)]
     return [f"{file} calls {', '.join(unsafe)}, which can run any code"] if unsafe else []
