@@ -8,7 +8,7 @@ judged in folders of ``save_state`` in which nothing else may hold weights.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any
@@ -107,7 +107,7 @@ def diagnose_optimizers(
     """Yield what is wrong with the ``saved`` optimizers of a folder. ``damaged``: files with another finding."""
     known = {one.path for one in folder.components if one.path in damaged}
     known |= {one.path for one in sharded if damaged.intersection((one.metadata_path, *one.named))}
-    optimizers = [one for one in saved if one.path not in known]
+    optimizers = [_without_reduced(one) for one in saved if one.path not in known]
     if not optimizers:
         return
     weights = _Weights(folder, sharded, damaged, has_deepspeed=has_deepspeed)
@@ -400,6 +400,30 @@ def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
     return dict(zip(one.parameters, names, strict=True))
 
 
+def _without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
+    """Return an optimizer without the moments that its class keeps smaller than its parameters.
+
+    Adam-mini is a subclass of AdamW with a second moment for each row. Damage does not reduce every parameter alike.
+    """
+    forms: dict[str, list[bool]] = {}
+    for states in saved.states.values():
+        moments = {state: shape for state, shape in states.items() if state in MOMENTS and shape is not None}
+        full = max(moments.values(), key=prod, default=())
+        for state, shape in moments.items() if len(full) > 1 else ():
+            is_reduced = len(shape) <= len(full) and all(
+                size in (1, whole) for size, whole in zip(shape, full, strict=False)
+            )
+            forms.setdefault(state, []).append(is_reduced and shape != full)
+    reduced = {state for state, are_reduced in forms.items() if len(are_reduced) > 1 and all(are_reduced)}
+    if not reduced:
+        return saved
+    kept = {
+        name: {state: shape for state, shape in states.items() if state not in reduced}
+        for name, states in saved.states.items()
+    }
+    return replace(saved, states=kept)
+
+
 def contradictions(one: SavedOptimizer) -> Iterator[Finding]:
     """Yield what param groups and states of an optimizer contradict each other in, and parameters without states."""
     counts = Counter(one.parameters)
@@ -407,13 +431,17 @@ def contradictions(one: SavedOptimizer) -> Iterator[Finding]:
     shared = tuple(name for name, count in groups_of.items() if count > 1)
     repeated = () if one.is_named else tuple(_repeated(one.groups))
     unlisted = tuple(name for name in one.states if name not in counts) if counts and not one.is_named else ()
-    if shared or repeated or unlisted or one.strangers:
+    # torch restores what a class of its own keeps under another string, such as "global".
+    strangers = tuple(key for key in one.strangers if key.isdecimal() or not one.states)
+    # Several optimizers in one dict number their groups from 0 each, and have moments under strings such as "1.0".
+    is_merged = bool(shared and strangers) and not (one.states or any(map(str.isdecimal, strangers)))
+    if (shared and not is_merged) or repeated or unlisted or (strangers and not is_merged):
         yield InconsistentGroups(
             path=one.path,
             shared=shared,
             unlisted=unlisted,
             repeated=repeated,
-            strangers=one.strangers,
+            strangers=strangers,
             is_named=one.is_named,
         )
     # LBFGS keeps the states of all parameters as those of the first.

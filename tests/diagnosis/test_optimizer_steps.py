@@ -464,6 +464,29 @@ def test_values_of_an_optimizer_of_its_own_under_a_string_are_healthy(checkpoint
     assert found(checkpoint) == []
 
 
+def test_one_moment_that_is_smaller_than_its_parameter_is_an_error(checkpoint: Path) -> None:
+    rewrite(checkpoint / "optimizer.bin", lambda state: state["state"][0].update(exp_avg_sq=torch.ones(5)))
+    assert [one.code for one in check(checkpoint).findings] == ["mismatched-moments"]
+    model = net()
+    optimizer = MAKERS["adamw"](model)
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.bin"))
+    with pytest.raises(RuntimeError):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("as_key", [str, "layer.{}".format], ids=["numbers", "names"])
+def test_moments_under_strings_alone_are_dropped(checkpoint: Path, as_key: Callable[[Any], str]) -> None:
+    def rename(state: dict[str, Any]) -> None:
+        state["state"] = {as_key(number): moments for number, moments in state["state"].items()}
+
+    rewrite(checkpoint / "optimizer.bin", rename)
+    assert [one.code for one in check(checkpoint).findings] == ["inconsistent-groups"]
+    model = net()
+    optimizer = MAKERS["adamw"](model)
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.bin"))
+    assert not any(optimizer.state[parameter] for parameter in model.parameters())
+
+
 def later_group(model: Any) -> Any:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters[:2])
@@ -545,7 +568,72 @@ class Lion(torch.optim.AdamW):  # type: ignore[misc]
                     self.state[parameter].update(step=torch.tensor(1.0), exp_avg=torch.zeros_like(parameter))
 
 
+class Mini(torch.optim.AdamW):  # type: ignore[misc]
+    """An optimizer with all options of AdamW and a second moment for each row, as Adam-mini has."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].update(
+                        step=torch.tensor(1.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros(parameter.shape[0]),
+                    )
+
+
+class Global(torch.optim.AdamW):  # type: ignore[misc]
+    """An optimizer that keeps moments of the whole model under a string."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["global"].update(d=torch.tensor(1.0), exp_avg=torch.ones(3))
+
+
+class Merged(torch.optim.Optimizer):  # type: ignore[misc]
+    """Several optimizers that save one dict, the groups of each numbered from 0."""
+
+    def __init__(self, *inner: Any) -> None:
+        self.inner = inner
+        super().__init__(
+            [parameter for one in inner for group in one.param_groups for parameter in group["params"]], {}
+        )
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.inner:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = [optimizer.state_dict() for optimizer in self.inner]
+        states = {
+            f"{number}.{key}": state
+            for number, inner in enumerate(saved)
+            for key, state in inner["state"].items()
+        }
+        return {
+            "state": states,
+            "param_groups": [group for inner in saved for group in inner["param_groups"]],
+        }
+
+    def load_state_dict(self, saved: Any) -> None:
+        for number, optimizer in enumerate(self.inner):
+            states = {
+                int(key.split(".")[1]): state
+                for key, state in saved["state"].items()
+                if key.startswith(f"{number}.")
+            }
+            optimizer.load_state_dict(
+                {"state": states, "param_groups": saved["param_groups"][number : number + 1]}
+            )
+
+
 HEALTHY: dict[str, Make] = {
+    "a moment for each row": lambda model: Mini(model.parameters()),
+    "a moment for each row, by name": lambda model: Mini(model.named_parameters()),
+    "moments under a string": lambda model: Global(model.parameters()),
+    "several optimizers in one dict": lambda model: Merged(
+        torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), momentum=0.9)
+    ),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "fused sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9, fused=True),
     "lr of a tensor": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1)),
