@@ -48,13 +48,15 @@ class Content(Enum):
     DATALOADER = "a data loader's state"
 
 
+_SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
+
 _KEYS = (
     (Content.OPTIMIZER, frozenset(("state", "param_groups"))),
     (Content.SCHEDULER, frozenset(("last_epoch", "_last_lr"))),
     (Content.SCHEDULER, frozenset(("last_epoch", "_step_count"))),
     (Content.SCHEDULER, frozenset(("_schedulers", "_last_lr"))),
     (Content.SCHEDULER, frozenset(("last_epoch", "num_bad_epochs"))),
-    (Content.GRAD_SCALER, frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval"))),
+    (Content.GRAD_SCALER, _SCALER_KEYS),
     (Content.RANDOM_STATES, frozenset(("random_state", "numpy_random_seed", "torch_manual_seed"))),
     (Content.TRAINER_RANDOM_STATES, frozenset(("python", "numpy", "cpu"))),
 )
@@ -102,7 +104,7 @@ class StateProblem(NamedTuple):
 def content_of(file: TorchFile) -> Content | None:
     """Return the kind of state at the root of a file, None for anything else."""
     try:
-        return _content(file.tree.root)
+        return _content(file)
     except FormatError:
         # No pickler writes such dicts, and nothing is known of their keys.
         return None
@@ -114,21 +116,25 @@ def state_problem(name: FileName, file: TorchFile) -> StateProblem | None:
     if expected is Content.RANDOM_STATES and name.is_of_trainer:
         expected = Content.TRAINER_RANDOM_STATES
     try:
-        return None if expected is None else _judged(expected, file.tree)
+        return None if expected is None else _judged(expected, file)
     except FormatError:
         return None
 
 
-def _judged(expected: Content, tree: PickleTree) -> StateProblem | None:
-    root = tree.root
-    content = _content(root)
+def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
+    root = file.tree.root
+    content = _content(file)
     if content is expected:
         problem = _problem_of_optimizer(root) if expected is Content.OPTIMIZER else ""
         if expected in _GENERATORS:
-            problem = _problem_of_random_states(tree, *_GENERATORS[expected])
+            problem = _problem_of_random_states(file.tree, *_GENERATORS[expected])
         return StateProblem(expected, problem, None) if problem else None
     if expected in _NESTED and _is_inside(expected, root):
         return None
+    if expected is Content.SCHEDULER and content is Content.OPTIMIZER:
+        # Every optimizer has a param group. A scheduler of a script may have other values under the two keys.
+        is_optimizer = bool(items_of(child(root, "param_groups"))) and not _problem_of_optimizer(root)
+        return StateProblem(expected, content.value, content) if is_optimizer else None
     if content is not None:
         return StateProblem(expected, content.value, content)
     is_dict = is_dict_like(root)
@@ -139,6 +145,8 @@ def _judged(expected: Content, tree: PickleTree) -> StateProblem | None:
         not _is_plain(root)
         or expected in (Content.SAMPLER, Content.DATALOADER)
         or (expected is Content.SCHEDULER and is_dict)
+        # Lookahead saves "fast_state" and "slow_state" with the groups.
+        or (expected is Content.OPTIMIZER and "param_groups" in keys and len(keys) > 1)
         or (expected is Content.GRAD_SCALER and is_empty)
         # ``migrate`` gives a process that the saving run did not have the step alone, and no random states.
         or (expected is Content.RANDOM_STATES and keys == ["step"])
@@ -148,15 +156,24 @@ def _judged(expected: Content, tree: PickleTree) -> StateProblem | None:
     return StateProblem(expected, holds, None)
 
 
-def _content(root: Any) -> Content | None:
+def _content(file: TorchFile) -> Content | None:
+    root = file.tree.root
     if (content := _by_keys(root)) is not None:
         return content
-    entries = [(key.value if type(key) is Text else None, value) for key, value in pairs(root)]
-    if any(key is None or not (is_tensor(value) or key.endswith("_extra_state")) for key, value in entries):
+    entries = [(key, value) for key, value in pairs(root)]
+    if not entries or any(
+        type(key) is not Text or not (is_tensor(value) or key.value.endswith("_extra_state"))
+        for key, value in entries
+    ):
         return None
-    # A scheduler may keep tensors, too: only a module's state dict has names of submodules, or their versions.
-    is_of_modules = any("." in str(key) for key, _ in entries) or is_dict_like(attribute(root, "_metadata"))
-    return Content.MODEL if entries and is_of_modules else None
+    if is_dict_like(attribute(root, "_metadata")):
+        # A module's state dict has the versions of its submodules.
+        return Content.MODEL
+    # A scheduler may keep tensors under such names, too: numbers, or one list. Models have a matrix and more.
+    known = storages(file.tree)
+    tensors = [read_tensor(key, value, known) for key, value in entries if "." in key.value]
+    dimensions = [len(tensor.shape) for tensor in tensors if tensor is not None and tensor.shape]
+    return Content.MODEL if len(dimensions) > 1 and max(dimensions) > 1 else None
 
 
 def _by_keys(node: object) -> Content | None:

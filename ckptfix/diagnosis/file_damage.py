@@ -562,6 +562,12 @@ _EFFECTS = {
 }
 """Consequences of a wrong content for a load, by the content that the name of the file promises."""
 
+_EFFECTS_ON_TORCH = _EFFECTS | {
+    Content.OPTIMIZER: "torch's optimizers cannot load it",
+    Content.SCHEDULER: "torch's schedulers cannot load it",
+}
+"""Consequences of an unknown content, which a class of the script may read."""
+
 
 def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | UnknownState]:
     """Yield the state files of a folder that hold something else than their names promise."""
@@ -599,6 +605,6 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
                 path=path,
                 holds=problem.holds,
                 expected=problem.expected.value,
-                effect=_EFFECTS[problem.expected],
+                effect=(_EFFECTS if is_known else _EFFECTS_ON_TORCH)[problem.expected],
                 exchanged_with=exchanged_with,
             )

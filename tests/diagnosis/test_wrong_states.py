@@ -137,7 +137,17 @@ JUDGED = (
 
 UNJUDGED = {
     # A dict of unknown keys may be a custom scheduler's, and the script may have another scheduler than it had.
-    SCHEDULER: ("a nested scheduler", "a custom object", "an empty dict", "no state", "no groups"),
+    SCHEDULER: (
+        "a nested scheduler",
+        "a custom object",
+        "an empty dict",
+        "no state",
+        "no groups",
+        "a state of None",
+        "a state in a list",
+        "groups of None",
+        "groups without parameters",
+    ),
     SCALER: tuple(content for content in CONTENTS if content not in JUDGED),
 }
 
@@ -268,6 +278,17 @@ class Several(Lookahead):
         self.inner.load_state_dict(state[0])
 
 
+class FlatLookahead(Lookahead):
+    """An optimizer that saves its own state and that of another one next to the param groups."""
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = self.inner.state_dict()
+        return {"fast_state": inner["state"], "slow_state": {}, "param_groups": inner["param_groups"]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict({"state": state["fast_state"], "param_groups": state["param_groups"]})
+
+
 class Warmup(lr_scheduler.LRScheduler):  # type: ignore[misc]
     """A scheduler with a state dict of its own."""
 
@@ -279,6 +300,29 @@ class Warmup(lr_scheduler.LRScheduler):  # type: ignore[misc]
 
     def load_state_dict(self, state: Any) -> None:
         self.warmup = state["warmup"]
+
+
+OWN_STATES: dict[str, Any] = {
+    "tensor": {"warm.lr": torch.ones(1)},
+    "tensors": {"warm.lr": torch.tensor(0.1), "warm.steps": torch.arange(3)},
+    "matrix": {"warm.table": torch.ones(2, 3)},
+    "a scale": {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10},
+    "names of an optimizer": {"state": {}, "param_groups": []},
+    "phases": {"state": "warmup", "param_groups": [{"lr": 0.1}]},
+}
+
+
+def own_state(name: str) -> Any:
+    """Return a maker of a scheduler that saves one of ``OWN_STATES``."""
+
+    class Own(Warmup):
+        def state_dict(self) -> Any:
+            return OWN_STATES[name]
+
+        def load_state_dict(self, state: Any) -> None:
+            assert state.keys() == OWN_STATES[name].keys()
+
+    return Own
 
 
 def adafactor(parameters: Any, lr: float) -> Any:
@@ -296,6 +340,7 @@ def cosine(optimizer: Any) -> Any:
 OPTIMIZERS: list[Any] = [
     torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta,
     torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, adafactor, Lookahead, Several,
+    FlatLookahead,
 ]  # fmt: skip
 SCHEDULERS: dict[str, Any] = {
     "lambda": lambda inner: lr_scheduler.LambdaLR(inner, lambda epoch: 1.0),
@@ -313,6 +358,7 @@ SCHEDULERS: dict[str, Any] = {
     ),
     "transformers": cosine,
     "custom": Warmup,
+    **{name: own_state(name) for name in OWN_STATES},
 }
 
 
@@ -329,6 +375,19 @@ def test_no_scheduler_is_blamed(scheduler: str, tmp_path: Path) -> None:
     root = Run(scheduler=SCHEDULERS[scheduler]).save(tmp_path / "checkpoint_0")
     assert told(root) == []
     Run(scheduler=SCHEDULERS[scheduler], steps=0).accelerator.load_state(str(root))
+    assert latest_checkpoint(tmp_path) == root
+
+
+@pytest.mark.parametrize("state", [[1], (1,), 3, None, torch.ones(1)], ids=repr)
+def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(state: Any, tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    for name, kind in ((SCHEDULER, "scheduler"), (OPTIMIZER, "optimizer")):
+        torch.save(state, root / name)
+        (finding,) = (one for one in check(root).findings if one.path.name == name)
+        assert finding.code == "unknown-state"
+        assert finding.advice.startswith(f"torch's {kind}s cannot load it: ")
+        assert finding.advice.endswith("Where a class of your own reads it, ignore this")
+    assert loads(root) != "right"
     assert latest_checkpoint(tmp_path) == root
 
 
