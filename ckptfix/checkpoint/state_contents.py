@@ -13,7 +13,7 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 from collections.abc import Mapping
 from enum import Enum
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role
 from ckptfix.errors import FormatError
@@ -133,7 +133,9 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
         return None
     if expected is Content.SCHEDULER and content is Content.OPTIMIZER:
         # Every optimizer has a param group. A scheduler of a script may have other values under the two keys.
-        is_optimizer = bool(items_of(child(root, "param_groups"))) and not _problem_of_optimizer(root)
+        is_optimizer = any(
+            child(group, "params") is not None for group in items_of(child(root, "param_groups"))
+        )
         return StateProblem(expected, content.value, content) if is_optimizer else None
     if content is not None:
         return StateProblem(expected, content.value, content)

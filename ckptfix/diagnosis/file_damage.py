@@ -22,7 +22,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_rank_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -59,6 +59,7 @@ from ckptfix.formats.pickle_globals import (
     GlobalSafety,
     can_be_allowed,
     classify,
+    refused_arrays,
     safe_globals_line,
     unsafe_globals,
 )
@@ -78,10 +79,11 @@ _TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
 It loads the first with a list of allowed classes; the second is read only by explicit request.
 """
 
-CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
+CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER)
 """Roles whose intact files may hold custom classes.
 
-Accelerate pickles the sampler object, and loads custom objects with ``weights_only=False``.
+Accelerate pickles the sampler object, which ``load_state`` of 1.15 never reads (it asks for the sampler of an iterable
+dataset), and loads custom objects with ``weights_only=False``.
 """
 
 
@@ -103,6 +105,11 @@ def diagnose_files(
     finding. ``crcs``: what is known of the CRCs already.
     """
     findings: list[Finding] = []
+    # Next to the states of save_state, accelerate loads the model; weights alone are read by plain torch.load.
+    is_plain_model = not any(
+        one.role not in (*NOT_STATES, Role.GRAD_SCALER) and not one.name.is_of_trainer
+        for one in folder.components
+    )
     contents = {one.path: one.content for one in folder.components if one.path not in explained}
     torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}
     if crcs is None:
@@ -115,7 +122,7 @@ def diagnose_files(
         elif isinstance(component.content, SafetensorsFile):
             findings += _safetensors(component, component.content)
         elif isinstance(component.content, TorchFile):
-            findings += _pickle(component, component.content)
+            findings += _pickle(component, component.content, is_plain_model=is_plain_model)
             findings += _torch(component, component.content, crcs[component.path])
     return findings
 
@@ -262,13 +269,16 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
     return findings
 
 
-def _pickle(component: Component, file: TorchFile) -> list[Finding]:
+def _pickle(component: Component, file: TorchFile, *, is_plain_model: bool) -> list[Finding]:
+    """Find what ``weights_only`` refuses. ``is_plain_model``: no state of accelerate is next to the weights."""
+    role, is_of_trainer = component.role, component.name.is_of_trainer
     unsafe = unsafe_globals(file.tree)
     if unsafe:
         return [
             UnsafePickle(path=component.path, globals=tuple(f"{module}.{name}" for module, name in unsafe))
         ]
     unknown: list[tuple[str, str]] = []
+    of_numpy: list[tuple[str, str]] = []
     is_deepspeed = is_deepspeed_file(component.path.name) or component.path.parent.name == str(UNIVERSAL)
     is_of_fsdp = parse_rank_file_name(component.path.name) is not None
     for module, name in file.tree.globals:
@@ -279,17 +289,31 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
                 if not is_own and not (is_of_fsdp and (module, name) in SAFE_IN_FSDP):
                     unknown.append((module, name))
             case GlobalSafety.SAFE_IN_RNG_STATE:
-                # accelerate allows these in the files that it loads itself, but for those of FSDP's ranks.
-                if component.role is Role.UNKNOWN or component.name.is_of_trainer or is_of_fsdp:
-                    unknown.append((module, name))
+                of_numpy.append((module, name))
             case GlobalSafety.SAFE:
                 pass
+    if role in CUSTOM_CLASSES_ALLOWED:
+        return []
+    is_trainers_pickle = is_of_trainer and role in _TRAINERS_PICKLES
+    # accelerate allows these in the files that it loads itself, but for those of FSDP's ranks.
+    is_listed = role is not Role.UNKNOWN and not is_of_fsdp and not (role is Role.MODEL and is_plain_model)
+    arrays: dict[str, str] = {}
+    # The guarded Accelerator reads its own run states, with every dtype.
+    if (
+        of_numpy
+        and is_listed
+        and role is not Role.RUN_STATE
+        and (not is_of_trainer or role is Role.RNG_STATE)
+    ):
+        arrays = refused_arrays(file.tree)
+    if arrays or not is_listed or is_of_trainer:
+        unknown = [pair for pair in file.tree.globals if pair in unknown or pair in of_numpy]
     opcodes = file.tree.refused_opcodes
-    is_plain = file.container is None and component.role not in CUSTOM_CLASSES_ALLOWED
-    if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:
+    is_plain = file.container is None
+    if not (unknown or opcodes or is_plain):
         return []
     names = tuple(f"{module}.{name}" for module, name in unknown)
-    if component.name.is_of_trainer and component.role in _TRAINERS_PICKLES and not is_plain:
+    if is_trainers_pickle and not is_plain and not arrays:
         return [TrainerPickle(path=component.path, globals=names or opcodes)]
     helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
     return [
@@ -299,6 +323,7 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
             opcodes=opcodes,
             plain=is_plain,
             remedy=safe_globals_line(unknown) if helps else "",
+            arrays=arrays,
         )
     ]
 

@@ -8,10 +8,11 @@ installed torch.
 
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import product
 from keyword import iskeyword
+from typing import Any
 
 from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text, every_node
 
@@ -407,3 +408,82 @@ def safe_globals_line(names: Iterable[tuple[str, str]]) -> str:
         modules.add("numpy.dtypes")
         terms.append("*(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__)")
     return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(terms)}])"
+
+
+_DTYPE = ("numpy", "dtype")
+_LONGEST = 200
+"""Characters of a key that are kept: a hostile pickle nests deeper."""
+
+_UINT32 = frozenset({"u4", "uint32"})
+_WORDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
+"""First letter of the name of a dtype of numbers in a pickle -> the word before its bits."""
+
+_OTHERS = {
+    "b": "bool",
+    "O": "object",
+    "U": "str",
+    "S": "bytes",
+    "V": "void",
+    "M": "datetime64",
+    "m": "timedelta64",
+}
+
+
+def refused_arrays(tree: PickleTree) -> dict[str, str]:
+    """Return the first key and the dtype of each array that accelerate and the Trainer refuse.
+
+    Of the classes of dtypes both allow only that of uint32, which the states of numpy's generator need (accelerate 1.15
+    ``utils/other.py``, transformers 5.23 ``trainer_pt_utils.py``). torch 2.13 asks for the class where the pickle gives
+    a dtype its state (``_weights_only_unpickler.py``).
+    """
+    if _DTYPE not in tree.globals:
+        return {}
+    refused = {id(node): _word(node) for node in tree.calls if _is_refused(node)}
+    arrays: dict[str, str] = {}
+    met: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", tree.root)]
+    while refused and waiting:
+        key, value = waiting.pop()
+        if not isinstance(value, Node | tuple) or type(value) is Text or id(value) in met:
+            continue
+        if id(value) in refused:
+            # Not marked as met: arrays share their dtype, and each has a key of its own.
+            arrays[key] = refused[id(value)]
+            continue
+        met.add(id(value))
+        parts = [(f"{key}.{name}".strip(".")[:_LONGEST], part) for name, part in _parts(value)]
+        waiting += reversed(parts)
+    return arrays
+
+
+def _parts(value: Node | tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value with their keys, "" for the inside of an object."""
+    if isinstance(value, tuple):
+        yield from ((str(at), part) for at, part in enumerate(value))
+        return
+    entries = value.entries or []
+    for key, part in zip(entries[::2], entries[1::2], strict=True):
+        yield (key.value if type(key) is Text else str(key) if isinstance(key, int) else "?"), part
+    yield from ((str(at), part) for at, part in enumerate(value.items or ()))
+    inside = [value.args] if value.kind in CALLS else []
+    for part in (*inside, *(value.states or ())):
+        # Arguments and states are tuples, whose positions are no keys of the state dict.
+        yield from (("", member) for member in (part if type(part) is tuple else (part,)))
+
+
+def _is_refused(node: Node) -> bool:
+    """Return whether a call makes a dtype of another class than uint32's, and gives it a state."""
+    makes_dtype = type(node.head) is Node and node.head.is_global(*_DTYPE)
+    return makes_dtype and bool(node.states) and _name(node) not in _UINT32
+
+
+def _name(node: Node) -> str:
+    name = node.args[0] if type(node.args) is tuple and node.args else None
+    return name.value.lstrip("<>=|") if type(name) is Text else ""
+
+
+def _word(node: Node) -> str:
+    name = _name(node)
+    if name[:1] in _WORDS and name[1:].isdecimal():
+        return f"{_WORDS[name[0]]}{8 * int(name[1:3])}"
+    return _OTHERS.get(name[:1], name or "unknown")

@@ -1,6 +1,7 @@
 """Findings about damaged files and indexes, and about pickles that can run code or that ``torch.load`` refuses."""
 
 from collections.abc import Mapping
+from dataclasses import field
 from pathlib import PurePosixPath
 
 from ckptfix.dataclass import dataclass
@@ -500,8 +501,21 @@ class UnloadablePickle(Finding):
     remedy: str
     opcodes: tuple[str, ...] = ()
     plain: bool = False
+    arrays: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        if self.arrays:
+            arrays = [f"{key!r:.80} ({dtype})" for key, dtype in self.arrays.items()]
+            more = [f"{len(arrays) - 3} more"] if len(arrays) > 3 else []
+            noun = "a numpy array" if len(arrays) == 1 else "numpy arrays"
+            loader = "the Trainer" if self.path.suffix == ".pth" else "load_state"
+            # load_state catches the error, and logs it at a level that is not shown.
+            is_passed = self.path.name.startswith("random_states_")
+            outcome = "restores no random states" if is_passed else "refuses the file"
+            return (
+                f"{self.path} holds {noun}: {series([*arrays[:3], *more])}; "
+                f"{loader} loads uint32 alone, and {outcome}"
+            )
         needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
         needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
         needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
@@ -511,7 +525,10 @@ class UnloadablePickle(Finding):
     def advice(self) -> str:
         """Advice with the exact line that allows the names in the file."""
         if self.remedy:
-            return f"if you trust the file: {self.remedy}"
+            trust = f"if you trust the file: {self.remedy}"
+            if not self.arrays:
+                return trust
+            return f"{trust}\nin the script, save the array as a tensor (torch.from_numpy) or as a list"
         how = "pickle.load" if self.plain else "torch.load(weights_only=False)"  # no list of classes helps
         return f"if you trust the file: read it with {how} and save it again with torch.save, without what it needs"
 
