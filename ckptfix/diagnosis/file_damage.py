@@ -292,7 +292,9 @@ def _pickle(component: Component, file: TorchFile, *, is_plain_model: bool) -> l
                 of_numpy.append((module, name))
             case GlobalSafety.SAFE:
                 pass
-    if role in CUSTOM_CLASSES_ALLOWED:
+    # Nobody can allow ``getattr`` and its like for torch, and only custom objects are loaded without its list.
+    has_makers = any(classify(*pair) is GlobalSafety.UNSAFE for pair in unknown)
+    if role is Role.CUSTOM or (role in CUSTOM_CLASSES_ALLOWED and not has_makers):
         return []
     is_trainers_pickle = is_of_trainer and role in _TRAINERS_PICKLES
     # accelerate allows these in the files that it loads itself, but for those of FSDP's ranks.
@@ -309,11 +311,12 @@ def _pickle(component: Component, file: TorchFile, *, is_plain_model: bool) -> l
     if arrays or not is_listed or is_of_trainer:
         unknown = [pair for pair in file.tree.globals if pair in unknown or pair in of_numpy]
     opcodes = file.tree.refused_opcodes
-    is_plain = file.container is None
+    is_plain = file.container is None and role not in CUSTOM_CLASSES_ALLOWED
     if not (unknown or opcodes or is_plain):
         return []
     names = tuple(f"{module}.{name}" for module, name in unknown)
-    if is_trainers_pickle and not is_plain and not arrays:
+    is_refused = is_plain or arrays or (has_makers and role is Role.RNG_STATE)
+    if is_trainers_pickle and not is_refused:
         return [TrainerPickle(path=component.path, globals=names or opcodes)]
     helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
     return [

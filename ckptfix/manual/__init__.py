@@ -97,9 +97,9 @@ def rows(topic: str) -> dict[str, str]:
 
 
 def explanation(code: str) -> str | None:
-    """Return the sections and rows about a code. ``check`` and ``doctor`` share some codes, with a section each."""
-    texts = [*(section(topic, code) for topic in CATALOGUES), *(rows(topic).get(code) for topic in TABLES)]
-    return "\n".join(filter(None, texts)) or None
+    """Return the section and rows about a code. Where ``check`` and ``doctor`` share it, the section of ``check``."""
+    sections = [text for topic in CATALOGUES if (text := section(topic, code)) is not None][:1]
+    return "\n".join([*sections, *(rows(topic)[code] for topic in TABLES if code in rows(topic))]) or None
 
 
 def closest(word: str, known: list[str]) -> str:

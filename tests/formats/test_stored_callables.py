@@ -11,16 +11,19 @@ import math
 import operator
 import pathlib
 import pickle
+import random
 import zoneinfo
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers.trainer_pt_utils import safe_globals
 
 from ckptfix.diagnosis.check import check
 from ckptfix.formats.pickle_globals import unsafe_globals
@@ -224,3 +227,23 @@ def test_weights_with_a_nested_class_are_refused_by_torch(tmp_path: Path) -> Non
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert [finding.code for finding in check(tmp_path).findings] == ["unloadable-pickle"]
+
+
+@pytest.mark.parametrize("name", ["sampler.bin", "dl_state_dict.bin"])
+def test_data_loaders_with_a_nested_class_are_refused_by_accelerate(name: str, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path))
+    torch.save({"phase": Tracker.Phase.WARM}, tmp_path / name)
+    with pytest.raises(pickle.UnpicklingError):
+        accelerate.utils.load(tmp_path / name)
+    assert [finding.code for finding in check(tmp_path).findings] == ["unloadable-pickle"]
+
+
+def test_random_states_of_the_trainer_with_a_nested_class_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "pytorch_model.bin")
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    torch.save({**states, "phase": Tracker.Phase.WARM}, tmp_path / "rng_state.pth")
+    with safe_globals(), pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "rng_state.pth", weights_only=True)
+    assert "unloadable-pickle" in [finding.code for finding in check(tmp_path).findings]
