@@ -7,8 +7,9 @@ them it starts new ones and says nothing, so the resumed run is another one.
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import (
@@ -21,10 +22,18 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import read_start
+from ckptfix.storage.reading import origin_of, read_start
 from ckptfix.wording import count_of, human_size
 
 _MAX_STATE = 256 << 20
+_CONTROL = "TrainerControl"
+_FIELDS = """
+    epoch global_step max_steps logging_steps eval_steps save_steps train_batch_size num_train_epochs
+    num_input_tokens_seen total_flos log_history best_metric best_global_step best_model_checkpoint
+    is_local_process_zero is_world_process_zero is_hyper_param_search trial_name trial_params stateful_callbacks"""
+_KEYS = frozenset(_FIELDS.split())
+"""Fields of ``TrainerState`` in transformers 5.23, which older versions have in part."""
+
 _HEAD = 64 << 10
 _HISTORY = b'"log_history"'
 """The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step`` come before it."""
@@ -52,16 +61,11 @@ def trainer_problem(checkpoint: Path) -> str | None:
 
     Raises FileNotFoundError when there is no ``trainer_state.json``, which it writes last.
     """
-    number = checkpoint_number(checkpoint.name, TRAINER)
-    try:
-        step = _global_step(checkpoint)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        return f"{TRAINER_STATE} cannot be read: {error!r}"
-    if number is not None and step != number:
-        return f"{TRAINER_STATE} is of step {step}"
     names = set(os.listdir(checkpoint))
+    if TRAINER_STATE not in names:
+        raise FileNotFoundError(TRAINER_STATE)
+    if problem := trainer_progress(checkpoint, complete=True).problem:
+        return f"{TRAINER_STATE}: {problem}"
     if (
         _SCHEDULER in names
         and not names & {_OPTIMIZER, "optimizer.bin"}
@@ -116,25 +120,24 @@ def _is_optimizer(name: str) -> bool:
 
 def trainer_step(checkpoint: Path) -> int:
     """Return the step of a checkpoint, by its ``trainer_state.json``. Raises as ``json`` and files do."""
-    return int(_global_step(checkpoint))
-
-
-def _global_step(checkpoint: Path) -> Any:
     # The Trainer reads UTF-8 alone; of bytes json takes UTF-16 and UTF-32, too.
-    return json.loads((read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"").decode())["global_step"]
+    text = (read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"").decode()
+    return int(json.loads(text)["global_step"])
 
 
 class TrainerProgress(NamedTuple):
     """The step and the epoch of a checkpoint; None where they are not recorded. ``problem``: why, in words.
 
-    ``is_broken``: the Trainer's resume cannot read the file. ``unread``: the part that was not read, in words.
+    ``is_broken``: the Trainer's resume cannot read the file. ``is_wrong``: it reads the file, and fails or resumes at
+    another step for one of the values. ``unchecked``: the parts that were not read, or not understood, in words.
     """
 
     step: int | None = None
     epoch: float | None = None
     problem: str = ""
     is_broken: bool = False
-    unread: str = ""
+    is_wrong: bool = False
+    unchecked: tuple[str, ...] = ()
 
 
 def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProgress:
@@ -149,25 +152,75 @@ def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProg
         return TrainerProgress(problem=unreadable(checkpoint / TRAINER_STATE, error))
     is_cut = len(data) == limit
     help_ = "" if complete else "; ckptfix check --data reads it"
-    unread = f"{TRAINER_STATE} after its first {human_size(limit)}{help_}" if is_cut else ""
+    unread = (f"{TRAINER_STATE} after its first {human_size(limit)}{help_}",) if is_cut else ()
     state, broken = _object_in(data, is_cut=is_cut)
     if broken:
-        return TrainerProgress(problem=broken, is_broken=True, unread=unread)
+        return TrainerProgress(problem=broken, is_broken=True, unchecked=unread)
+    unchecked = unread
     if state is None:
         head = data.partition(_HISTORY)[0].rstrip().removesuffix(b",") + b"}"
         try:
             state = json.loads(head)
         except ValueError:
-            return TrainerProgress(problem=f"no step in its first {human_size(limit)}", unread=unread)
+            return TrainerProgress(problem=f"no step in its first {human_size(limit)}", unchecked=unread)
+    elif doubt := _doubt_of(state):
+        unchecked = (*unread, doubt)
+    problem = _wrong_value(
+        state, checkpoint_number(Path(os.path.abspath(origin_of(checkpoint))).name, TRAINER)
+    )
     step, epoch = state.get("global_step"), state.get("epoch")
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53
     is_epoch = isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
     return TrainerProgress(
-        step=step if is_step else None,
+        step=step if _is_count(step) else None,
         epoch=epoch if is_epoch else None,
-        problem="" if is_step else '"global_step" is not a count',
-        unread=unread,
+        problem=problem,
+        is_wrong=bool(problem),
+        unchecked=unchecked,
     )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
+    """Return the value of a state for which the Trainer's resume fails or begins at another step, "" for none.
+
+    ``number``: the step in the name of the folder. Facts from transformers 5.23: ``Trainer.train``,
+    ``TrainerState.__post_init__``, and ``Trainer._save_checkpoint``, which looks up the state of its control.
+    """
+    if "global_step" not in state:
+        return 'no "global_step", so the Trainer starts again at step 0'
+    step = state["global_step"]
+    if not _is_count(step):
+        return '"global_step" is not a count'
+    if number is not None and step != number:
+        return f'"global_step" is {step}, and the folder is of step {number}'
+    if not isinstance(state.get("log_history", []), list | NoneType):
+        return '"log_history" is not a list, so the Trainer fails at its next log'
+    if isinstance(state.get("train_batch_size"), str | list | dict):
+        return '"train_batch_size" is not a number'
+    callbacks = state.get("stateful_callbacks", {_CONTROL: {}})
+    if not isinstance(callbacks, dict | NoneType) and callbacks != []:
+        return '"stateful_callbacks" is not an object'
+    if not callbacks or _CONTROL not in callbacks:
+        return (
+            f'"stateful_callbacks" lacks "{_CONTROL}", so transformers 5 resumes and fails at its next save'
+        )
+    return ""
+
+
+def _doubt_of(state: Mapping[str, Any]) -> str:
+    """Return in words what only some versions of transformers read."""
+    unknown = sorted(state.keys() - _KEYS)
+    if unknown:
+        return f"{TRAINER_STATE}: {unknown[0]!r:.80} is unknown to transformers 5.23, whose Trainer refuses the file"
+    if "stateful_callbacks" not in state:
+        return (
+            f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", as before transformers 4.41; '
+            "transformers 5 resumes and fails at that save"
+        )
+    return ""
 
 
 def _object_in(data: bytes, *, is_cut: bool) -> tuple[dict[str, Any] | None, str]:

@@ -15,8 +15,10 @@ from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
+    TRAINER,
     TRAINER_STATE,
     Role,
+    checkpoint_number,
     family_of,
     parse_file_name,
     parse_folder_name,
@@ -140,18 +142,23 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
 
 
 def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> Iterator[Finding]:
-    """Yield a ``trainer_state.json`` that the Trainer cannot read, though all weights may be intact.
+    """Yield a ``trainer_state.json`` from which the Trainer cannot resume, though all weights may be intact.
 
-    Next to random states of Accelerate it is a file of a script, whatever it holds.
+    Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are only judged where
+    the name of the folder or another file is the Trainer's.
     """
     is_of_accelerate = any(
         one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in folder.components
     )
-    if trainer.is_broken and not is_of_accelerate:
+    name = Path(os.path.abspath(origin_of(folder.root))).name
+    is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
+        one.name.is_of_trainer for one in folder.components
+    )
+    if not is_of_accelerate and (trainer.is_broken or (trainer.is_wrong and is_of_trainer)):
         yield IncompleteCheckpoint(
             path=PurePosixPath(TRAINER_STATE),
             missing=(TRAINER_STATE,),
-            known_by="it cannot be read",
+            known_by="it cannot be read" if trainer.is_broken else "its values are wrong",
             of_trainer=True,
             problem=trainer.problem,
         )

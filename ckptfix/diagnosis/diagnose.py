@@ -243,7 +243,7 @@ def diagnose(
         findings=tuple(findings),
         not_checked=(
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
-            *([trainer.unread] if trainer.unread else ()),
+            *trainer.unchecked,
             *of_save.unchecked,
         ),
         unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),

@@ -309,7 +309,7 @@ def test_a_broken_config_is_told_and_the_report_goes_on(
     [
         (b"", "empty"),
         (b"[]", "not a JSON object"),
-        (b"{}", '"global_step" is not a count'),
+        (b"{}", 'no "global_step", so the Trainer starts again at step 0'),
         (b'{"global_step": "5"}', '"global_step" is not a count'),
         (b'{"global_step": true}', '"global_step" is not a count'),
         (b"[" * 60_000, "not a JSON object"),

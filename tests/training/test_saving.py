@@ -744,7 +744,7 @@ def test_folders_of_the_trainer_are_complete_by_its_own_files(tmp_path: Path) ->
     assert "checkpoint-20: scheduler.pt without optimizer.pt" in text
     assert "checkpoint-15: model.safetensors: " in text
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 4}')
-    with pytest.warns(UserWarning, match=r"checkpoint-10: trainer_state\.json is of step 4"):
+    with pytest.warns(UserWarning, match=r"checkpoint-10: trainer_state\.json: \"global_step\" is 4, and"):
         assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 
 

@@ -1,0 +1,170 @@
+"""Values of ``trainer_state.json``: the Trainer itself resumes from each, and ``check`` and a resume agree with it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix import check
+from ckptfix.cli import run
+from ckptfix.errors import UsageError
+
+State = dict[str, Any]
+Change = Callable[[State], object]
+
+
+def trainer_in(output: Path) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "vocab_size": 20}
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes))
+    data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
+    arguments = TrainingArguments(
+        str(output), max_steps=4, save_steps=2, logging_steps=1, per_device_train_batch_size=2, seed=1,
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=data)
+
+
+def weights_after(output: Path, checkpoint: Path | None) -> list[torch.Tensor]:
+    """Return the weights at the end of a run that resumes from a checkpoint."""
+    trainer = trainer_in(output)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+    return [value.clone() for value in trainer.model.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
+    output = tmp_path_factory.mktemp("run")
+    weights = weights_after(output, None)
+    return output / "checkpoint-2", weights
+
+
+@pytest.fixture
+def checkpoint(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved[0], tmp_path / "run/checkpoint-2"))
+
+
+def is_resumed(checkpoint: Path, weights: list[torch.Tensor]) -> bool:
+    """Return whether a run that resumes from a checkpoint ends with the weights of the run that was not stopped."""
+    try:
+        resumed = weights_after(checkpoint.parent.parent / "out", checkpoint)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return all(map(torch.equal, resumed, weights))
+
+
+def change(checkpoint: Path, edit: Change) -> None:
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    edit(state)
+    path.write_text(json.dumps(state))
+
+
+NO_CONTROL = (
+    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes and fails at its next save'
+)
+WRONG: dict[str, tuple[Change, str]] = {
+    "no step": (lambda s: s.pop("global_step"), 'no "global_step", so the Trainer starts again at step 0'),
+    "an empty object": (lambda s: s.clear(), 'no "global_step", so the Trainer starts again at step 0'),
+    "step 0": (lambda s: s.update(global_step=0), '"global_step" is 0, and the folder is of step 2'),
+    "another step": (lambda s: s.update(global_step=4), '"global_step" is 4, and the folder is of step 2'),
+    "a text as step": (lambda s: s.update(global_step="2"), '"global_step" is not a count'),
+    "a float as step": (lambda s: s.update(global_step=2.0), '"global_step" is not a count'),
+    "a dict as history": (
+        lambda s: s.update(log_history={}),
+        '"log_history" is not a list, so the Trainer fails at its next log',
+    ),
+    "a text as batch size": (
+        lambda s: s.update(train_batch_size="2"),
+        '"train_batch_size" is not a number',
+    ),
+    "a list of callbacks": (
+        lambda s: s.update(stateful_callbacks=[1]),
+        '"stateful_callbacks" is not an object',
+    ),
+    "no callbacks": (lambda s: s.update(stateful_callbacks=None), NO_CONTROL),
+    "empty callbacks": (lambda s: s.update(stateful_callbacks={}), NO_CONTROL),
+    "other callbacks": (lambda s: s.update(stateful_callbacks={"Own": {}}), NO_CONTROL),
+}
+RIGHT: dict[str, Change] = {
+    "as saved": lambda s: None,
+    "no epoch": lambda s: s.update(epoch=None),
+    "no history": lambda s: s.update(log_history=None),
+    "texts in the history": lambda s: s.update(log_history=["a"]),
+    "another batch size": lambda s: s.update(train_batch_size=4),
+    "a best model that is gone": lambda s: s.update(best_model_checkpoint="/none", best_metric=1.0),
+    "more states of callbacks": lambda s: s["stateful_callbacks"].update(Own={"args": {}, "attributes": {}}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_state_from_which_the_trainer_does_not_resume_is_a_warning(
+    case: str,
+    saved: tuple[Path, list[torch.Tensor]],
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    edit, problem = WRONG[case]
+    change(checkpoint, edit)
+    assert not is_resumed(checkpoint, saved[1])
+    report = check(checkpoint)
+    assert report.status == 1
+    (warning,) = (one for one in report.findings if one.severity.value != "note")
+    assert (warning.code, str(warning)) == ("incomplete-checkpoint", f"trainer_state.json: {problem}")
+    assert report.understood.problems == ()
+    with pytest.raises(UsageError, match=r"checkpoint-2: trainer_state\.json: "):
+        ckptfix.latest_checkpoint(checkpoint.parent)
+    assert run(["check", "-r", str(checkpoint.parent)]) == 1
+    assert f"trainer_state.json: {problem}" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_state_from_which_the_trainer_resumes_is_passed(
+    case: str, saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
+) -> None:
+    change(checkpoint, RIGHT[case])
+    assert is_resumed(checkpoint, saved[1])
+    report = check(checkpoint)
+    assert report.status == 0
+    assert not any("transformers" in words for words in report.not_checked)
+    assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda s: s.pop("stateful_callbacks"),
+            'the Trainer\'s next save: trainer_state.json has no "stateful_callbacks", as before transformers 4.41; '
+            "transformers 5 resumes and fails at that save",
+        ),
+        (
+            lambda s: s.update(own=1),
+            "trainer_state.json: 'own' is unknown to transformers 5.23, whose Trainer refuses the file",
+        ),
+    ],
+)
+def test_a_state_of_another_version_is_not_checked(
+    edit: Change, words: str, saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
+) -> None:
+    change(checkpoint, edit)
+    assert not is_resumed(checkpoint, saved[1])
+    report = check(checkpoint)
+    assert report.status == 0
+    assert words in report.not_checked
+
+
+def test_a_state_of_a_script_is_not_judged(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    shutil.copy(checkpoint / "model.safetensors", folder)
+    (folder / "trainer_state.json").write_text('{"step": 5}')
+    report = check(folder)
+    assert (report.status, report.findings) == (0, ())
