@@ -245,14 +245,17 @@ _LOOSE_NUMBER = re.compile(r"_+0*([0-9]+\.)")
 def nearly_state(name: str) -> FileName | None:
     """Return the file of ``save_state`` whose name this one nearly is: ``Optimizer.bin``, ``model_01.safetensors``.
 
-    They differ in case, spaces, dashes, zeros or the mark of a second copy, so that ``load_state`` never finds the
-    file. None for any other name.
+    They differ in case, spaces, dashes, zeros, the mark of a second copy, a missing rank or the stem of the other
+    format, as ``pytorch_model.safetensors``, so that ``load_state`` never finds the file. None for any other name.
     """
     known = parse_file_name(name)
     if known is not None and known.role is not Role.UNKNOWN:
         return None
     text = _LOOSE_NUMBER.sub(r"_\1", _ADDED.sub("", name.casefold()).replace("-", "_"))
-    for plain in (text, text.replace("_0.", ".")):
+    with_rank = text.replace("random_states.", "random_states_0.")
+    # The stem of one format with the suffix of the other: load_state looks for two pairs of them.
+    safe = text.removeprefix("pytorch_") if text.endswith(".safetensors") else text
+    for plain in (text, text.replace("_0.", "."), with_rank, safe):
         meant = parse_file_name(plain)
         is_unknown = meant is None or meant.role is Role.UNKNOWN
         if meant is not None and not is_unknown and meant.is_state_file and not meant.is_of_trainer:

@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
     TRAINER,
     TRAINER_STATE,
     Role,
@@ -72,7 +73,51 @@ def trainer_problem(checkpoint: Path) -> str | None:
         and not any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
     ):
         return NO_OPTIMIZER
+    has_folders = any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
+    if hidden := hidden_weights(names, has_folders=has_folders):
+        return f"no {hidden.wanted}: the Trainer does not look for {hidden.name!r}"
     return None
+
+
+class HiddenWeights(NamedTuple):
+    """A file that may be the weights of a model: its name, and the one for which the Trainer looks."""
+
+    name: str
+    wanted: str
+
+
+def hidden_weights(names: Collection[str], *, has_folders: bool) -> HiddenWeights | None:
+    """Return the weights of a checkpoint with an optimizer that the Trainer does not find by their name.
+
+    ``Trainer._load_from_checkpoint`` (transformers 5.23) looks for six names, and for folders of FSDP and of adapters.
+    A subclass may write and read weights under names of its own: only names of libraries count, and any name next to
+    the ``config.json`` that ``save_pretrained`` writes together with the weights.
+    """
+    if has_folders or not {_OPTIMIZER, TRAINER_STATE} <= set(names) or not _READ.isdisjoint(names):
+        return None
+    adapters = _ADAPTERS.intersection(names)
+    if adapters and "adapter_config.json" in names:
+        return None
+    parsed = {name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None}
+    weights = {name: meaning for name, meaning in parsed.items() if meaning.role in NOT_STATES}
+    if any(meaning.shard or meaning.role is Role.WEIGHTS_INDEX for meaning in weights.values()):
+        return None
+    for name, meaning in weights.items():
+        wanted = _WANTED.get(meaning.suffix)
+        if wanted is not None and (meaning.is_of_library or "config.json" in names):
+            return HiddenWeights(name, wanted)
+    return None
+
+
+_WANTED = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
+_READ = frozenset(
+    {
+        *_WANTED.values(),
+        *(f"{name}.index.json" for name in _WANTED.values()),
+        "pytorch_model_fsdp.bin",
+    }
+)
+_ADAPTERS = frozenset({"adapter_model.safetensors", "adapter_model.bin"})
 
 
 def missing_states(

@@ -36,7 +36,13 @@ from ckptfix.checkpoint.manifest import (
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
-from ckptfix.checkpoint.trainer_folders import MissingState, TrainerProgress, missing_among, random_states
+from ckptfix.checkpoint.trainer_folders import (
+    MissingState,
+    TrainerProgress,
+    hidden_weights,
+    missing_among,
+    random_states,
+)
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
@@ -115,6 +121,15 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``: nothing is missing.
     Nor is it from the states of ranks alone that a node other than the first has on a disk of its own.
     """
+    names = [path.name for path in (*_paths(folder), *folder.strays)]
+    if hidden := hidden_weights(names, has_folders=bool(folder.subfolders)):
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(hidden.wanted),
+            missing=(hidden.wanted,),
+            known_by=f"{hidden.name!r} is there, and the Trainer does not look for that name",
+            of_trainer=True,
+            misnamed=hidden.name,
+        )
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
     parts = _parts(_paths(folder))
     states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
@@ -129,9 +144,7 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     if gap:
         yield _lost_by_trainer(gap, there, by_rank=True)
     lost = () if Role.RNG_STATE in states else (random_states(None),)
-    found = missing_among(
-        [path.name for path in (*_paths(folder), *folder.strays)], lost, has_deepspeed=has_deepspeed
-    )
+    found = missing_among(names, lost, has_deepspeed=has_deepspeed)
     # A scheduler without its optimizer is no sign of the Trainer alone, and has been reported.
     known = {Role.OPTIMIZER} if Role.SCHEDULER in states else set()
     missing = [one.name for one in sorted(found, key=_as_said) if one.role not in known]

@@ -136,6 +136,24 @@ def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(folder: Path, na
     assert check(folder).status == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("model.safetensors", "pytorch_model.safetensors"),
+        ("model_1.safetensors", "pytorch_model_1.safetensors"),
+        ("random_states_0.pkl", "random_states.pkl"),
+    ],
+)
+def test_a_stem_of_the_other_format_or_no_rank_is_reported(folder: Path, name: str, near: str) -> None:
+    (folder / name).rename(folder / near)
+    assert not is_loaded(folder)
+    words = f"{name} is missing: {near!r} is there, and load_state does not look for that name"
+    assert ("incomplete-checkpoint", words) in problems(folder)
+    shutil.copy(folder / near, folder / name)
+    assert is_loaded(folder)
+    assert problems(folder) == []
+
+
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_a_folder_by_the_name_of_a_state_is_an_error(folder: Path, name: str, is_empty: bool) -> None:

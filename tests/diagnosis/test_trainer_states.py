@@ -168,3 +168,77 @@ def test_a_state_of_a_script_is_not_judged(checkpoint: Path, tmp_path: Path) -> 
     (folder / "trainer_state.json").write_text('{"step": 5}')
     report = check(folder)
     assert (report.status, report.findings) == (0, ())
+
+
+def rename(name: str) -> Callable[[Path], object]:
+    return lambda root: (root / "model.safetensors").rename(root / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"]
+)
+def test_weights_under_a_name_that_the_trainer_does_not_read(
+    name: str,
+    saved: tuple[Path, list[torch.Tensor]],
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rename(name)(checkpoint)
+    assert not is_resumed(checkpoint, saved[1])
+    report = check(checkpoint)
+    assert report.status == 1
+    (warning,) = (one for one in report.findings if one.severity.value != "note")
+    assert (warning.code, str(warning)) == (
+        "incomplete-checkpoint",
+        f"model.safetensors is missing: {name!r} is there, and the Trainer does not look for that name",
+    )
+    assert (
+        warning.advice
+        == f"if {name!r} is that file, rename it to model.safetensors; else copy the missing file again"
+    )
+    with pytest.raises(
+        UsageError, match=r"checkpoint-2: no model\.safetensors: the Trainer does not look for"
+    ):
+        ckptfix.latest_checkpoint(checkpoint.parent)
+
+
+def without_states(root: Path) -> None:
+    rename("model.fp16.safetensors")(root)
+    for path in (root / "optimizer.pt", root / "scheduler.pt", root / "rng_state.pth"):
+        path.unlink()
+
+
+def as_adapter(root: Path) -> None:
+    rename("adapter_model.safetensors")(root)
+    (root / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def in_subfolder(root: Path) -> None:
+    (root / "default").mkdir()
+    rename("default/adapter_model.safetensors")(root)
+
+
+def of_a_subclass(root: Path) -> None:
+    (root / "config.json").unlink()
+    rename("projector.safetensors")(root)
+
+
+@pytest.mark.parametrize("edit", [without_states, as_adapter, in_subfolder, of_a_subclass])
+def test_weights_that_another_loader_reads_are_no_finding(
+    edit: Callable[[Path], object], checkpoint: Path
+) -> None:
+    edit(checkpoint)
+    assert check(checkpoint).status == 0
+    assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
+
+
+def test_weights_in_shards_are_read_by_their_index(
+    saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    trainer = trainer_in(checkpoint.parent.parent / "shards")
+    trainer._load_from_checkpoint(str(saved[0]))
+    trainer.model.save_pretrained(checkpoint, max_shard_size="2KB")
+    assert (checkpoint / "model.safetensors.index.json").exists()
+    assert is_resumed(checkpoint, saved[1])
+    assert check(checkpoint).status == 0

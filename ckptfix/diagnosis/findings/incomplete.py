@@ -74,7 +74,8 @@ class IncompleteCheckpoint(Finding):
     def advice(self) -> str:
         """Advice to copy the files again, unless the setup of the run explains it."""
         if self.misnamed:
-            return f"if {self.misnamed!r} is that file, rename it to {self.missing[0]}; else move it out of the folder"
+            rest = "copy the missing file again" if self.of_trainer else "move it out of the folder"
+            return f"if {self.misnamed!r} is that file, rename it to {self.missing[0]}; else {rest}"
         if self.by_rank:
             cost = (
                 "go on with new random states"
