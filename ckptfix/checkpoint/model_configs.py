@@ -6,6 +6,7 @@ A config is any file that somebody named so: what is read of it is bounded, and 
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -102,6 +103,21 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         libraries=libraries,
         problems=tuple(problems),
     )
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Return whether transformers, diffusers or PEFT saved a model in a folder, by its config.
+
+    A ``model_type`` alone proves nothing: configs of scripts have it, too.
+    """
+    for name in (CONFIG, ADAPTER):
+        # Missing, or somebody else's.
+        with suppress(OSError, ValueError):
+            config = _read_object(folder / name)
+            keys = ("architectures", "peft_type", *(key for _, key in _VERSIONS))
+            if any(config.get(key) for key in keys):
+                return True
+    return False
 
 
 def _read_object(path: Path) -> dict[str, Any]:

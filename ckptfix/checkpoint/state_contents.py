@@ -8,12 +8,17 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
   Python, numpy, torch and its devices. The Trainer fails.
 - ``GradScaler.load_state_dict`` refuses whatever has no ``scale``; a disabled one saves, and loads, an empty dict.
+- ``Module.load_state_dict`` refuses whatever is not a dict with strings as keys, and keys that the module lacks.
+  ``from_pretrained`` and the Trainer pass over unknown keys, and leave the weights random without an error. A module
+  saves tensors, extra states of any kind, and what its own hooks add: quantized modules of torch add dtypes, pairs, and
+  a ``bias`` of None. A module without parameters saves an empty dict.
+- Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and optimizers refuses them.
 """
 
 from collections.abc import Mapping
 from enum import Enum
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role
 from ckptfix.errors import FormatError
@@ -30,9 +35,10 @@ from ckptfix.formats.pickle_tree import (
     items_of,
     pairs,
 )
+from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import PickledStorage, is_tensor, read_tensor, storages
-from ckptfix.wording import list_names
+from ckptfix.formats.torch_tensors import META_TENSOR, PickledStorage, is_tensor, read_tensor, storages
+from ckptfix.wording import count_of, list_names
 
 
 class Content(Enum):
@@ -46,6 +52,7 @@ class Content(Enum):
     MODEL = "a model's weights"
     SAMPLER = "a sampler"
     DATALOADER = "a data loader's state"
+    WITHOUT_NUMBERS = "tensors on the meta device, which have no numbers"
 
 
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
@@ -94,11 +101,17 @@ class StateProblem(NamedTuple):
     """The content of a state file that is not what its name promises.
 
     ``holds``: the content in words. ``content``: its kind, None for one that a class of a script's own might load.
+    ``remedy``: how to save the right content, "" where only another file helps.
     """
 
     expected: Content
     holds: str
     content: Content | None
+    remedy: str = ""
+
+
+NO_TENSORS = StateProblem(Content.MODEL, "no tensors", None)
+"""The problem of a weights file without a tensor, where something shows that its model has some."""
 
 
 def content_of(file: TorchFile) -> Content | None:
@@ -115,10 +128,114 @@ def state_problem(name: FileName, file: TorchFile) -> StateProblem | None:
     expected = _BY_ROLE.get(name.role)
     if expected is Content.RANDOM_STATES and name.is_of_trainer:
         expected = Content.TRAINER_RANDOM_STATES
+    root = file.tree.root
     try:
-        return None if expected is None else _judged(expected, file)
+        if is_weights_file(name):
+            problem = _problem_of_model(root)
+            return problem or _without_numbers(Content.MODEL, file)
+        if expected is None:
+            return None
+        problem = _judged(expected, file)
+        if problem is None and expected is Content.OPTIMIZER:
+            return _without_numbers(expected, file)
+        return problem
     except FormatError:
         return None
+
+
+def is_weights_file(name: FileName) -> bool:
+    """Return whether ``load_state``, transformers, diffusers or PEFT reads a file by its name as one state dict.
+
+    Loaders of LoRA weights accept other layouts.
+    """
+    is_weights = name.is_of_library and name.role is not Role.WEIGHTS_INDEX
+    return is_weights and name.stem.partition(".")[0] != "pytorch_lora_weights"
+
+
+def holds_no_tensor(file: TorchFile | SafetensorsFile) -> bool:
+    """Return whether a file is an empty state dict."""
+    if isinstance(file, SafetensorsFile):
+        return not file.tensors
+    try:
+        return is_dict_like(file.tree.root) and not any(True for _ in pairs(file.tree.root))
+    except FormatError:
+        return False
+
+
+def _problem_of_model(root: Any) -> StateProblem | None:
+    """Return what is wrong with a dict as ``Module.state_dict()``, whatever its hooks; None for an empty one."""
+    if not is_dict_like(root):
+        return StateProblem(Content.MODEL, _noun(root), None) if _is_plain(root) else None
+    if _is_state_dict(root):
+        return None
+    if (content := _by_keys(root)) is not None:
+        return StateProblem(Content.MODEL, content.value, content)
+    entries = list(pairs(root))
+    visits = Visits()
+    inner = [
+        key.value
+        for key, value in entries
+        if type(key) is Text and is_dict_like(value) and visits.first(value) and _is_state_dict(value)
+    ]
+    if inner:
+        what = "a state dict" if len(inner) == 1 else "state dicts"
+        remedy = (
+            f"load the file with torch, and torch.save() the value under {list_names(inner[:1])} alone"
+            if len(inner) == 1
+            else "torch.save() the state dict of the whole model, model.state_dict()"
+        )
+        return StateProblem(Content.MODEL, f"a dict with {what} under {list_names(inner)}", None, remedy)
+    if any(not _is_text(key) for key, _ in entries):
+        return StateProblem(Content.MODEL, "a dict with a key that is not a string", None)
+    if entries and all(_is_plain(value) and not is_tensor(value) for _, value in entries):
+        return StateProblem(Content.MODEL, "a dict whose values are not tensors", None)
+    for key, value in entries:
+        name = key.value.rpartition(".")[2] if type(key) is Text else ""
+        if name not in _ALWAYS_TENSORS or is_tensor(value) or (name == "bias" and value is None):
+            continue
+        if _is_plain(value) or _is_array(value):
+            noun = _noun(value) if _is_plain(value) else "a numpy array"
+            return StateProblem(Content.MODEL, f"{noun} under {key.value!r:.200}", None)
+    return None
+
+
+_ALWAYS_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+"""Names in torch's own modules under which a state dict has a tensor. Hooks save other values under other names."""
+
+
+def _is_state_dict(node: object) -> bool:
+    """Return whether a dict has strings as keys, and tensors or extra states of modules as values."""
+    entries = [(key, value) for key, value in pairs(node)]
+    return bool(entries) and all(
+        _is_text(key) and (is_tensor(value) or (type(key) is Text and key.value.endswith("_extra_state")))
+        for key, value in entries
+    )
+
+
+def _is_array(value: object) -> bool:
+    head = value.head if type(value) is Node and value.kind is Kind.CALL else None
+    return type(head) is Node and head.kind is Kind.GLOBAL and head.head[0].partition(".")[0] == "numpy"
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is Text or (type(value) is Node and value.kind is Kind.LONG_TEXT)
+
+
+def _without_numbers(expected: Content, file: TorchFile) -> StateProblem | None:
+    if META_TENSOR not in file.tree.globals:
+        return None
+    calls = (node.head for node in every_node(file.tree.root) if node.kind is Kind.CALL)
+    count = sum(type(head) is Node and head.is_global(*META_TENSOR) for head in calls)
+    if not count:
+        return None
+    holds = f"{count_of(count, 'tensor')} on the meta device, without numbers"
+    remedy = (
+        "the weights were offloaded when the script saved them; save them again with accelerator.save_model(model, "
+        "FOLDER), or torch.save() accelerator.get_state_dict(model)"
+        if expected is Content.MODEL
+        else ""
+    )
+    return StateProblem(expected, holds, Content.WITHOUT_NUMBERS, remedy)
 
 
 def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
@@ -133,7 +250,7 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
         return None
     if expected is Content.SCHEDULER and content is Content.OPTIMIZER:
         # Every optimizer has a param group. A scheduler of a script may have other values under the two keys.
-        is_optimizer = any(
+        is_optimizer = any(type(key) is int for key, _ in pairs(child(root, "state"))) or any(
             child(group, "params") is not None for group in items_of(child(root, "param_groups"))
         )
         return StateProblem(expected, content.value, content) if is_optimizer else None
@@ -271,7 +388,7 @@ def _noun(value: object) -> str:
     """Return a value in words, without what is in it."""
     if value is None or type(value) is bool:
         return str(value)
-    if type(value) is Text or (type(value) is Node and value.kind is Kind.LONG_TEXT):
+    if _is_text(value):
         return "a string"
     if is_tensor(value):
         return "a tensor"

@@ -164,11 +164,14 @@ def is_rebuild(module: str, name: str) -> bool:
     return name.startswith("_rebuild_") and module in ("torch._utils", "torch._tensor")
 
 
+META_TENSOR = ("torch._utils", "_rebuild_meta_tensor_no_storage")
+"""The function that makes a tensor on the meta device: it has a dtype and a shape, and no numbers."""
+
 _KINDS = {
     "_rebuild_sparse_tensor": "a sparse tensor",
     "_rebuild_sparse_csr_tensor": "a sparse tensor",
     "_rebuild_nested_tensor": "a nested tensor",
-    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no data",
+    META_TENSOR[1]: "a tensor on the meta device, which has no data",
     "_rebuild_device_tensor_from_numpy": "a tensor of a device that has no storages",
     "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that has no storages",
 }

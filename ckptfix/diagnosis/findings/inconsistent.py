@@ -15,21 +15,23 @@ class WrongState(Finding):
     """A state file with another kind of state than its name promises.
 
     ``holds``, ``expected``: both kinds, in words. ``effect``: what a load does with it. ``exchanged_with``: the file
-    that holds what belongs here, "" where none does.
+    that holds what belongs here, "" where none does. ``remedy``: how to save the right content, "" where only another
+    file helps.
     """
 
     code = "wrong-state"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a state file holds another kind of state than its name says, such as `optimizer.bin` with the state of a "
-        "scheduler"
+        "a file holds another kind of state than its name says, such as `optimizer.bin` with the state of a scheduler, "
+        "or weights without numbers"
     )
 
     holds: str
     expected: str
     effect: str
     exchanged_with: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         return _of_state(self.path, self.holds, self.expected, self.exchanged_with)
@@ -37,7 +39,7 @@ class WrongState(Finding):
     @property
     def advice(self) -> str:
         """Advice to give both files their names back, or to bring the right file."""
-        return f"{self.effect}: {_right_file(self.path, self.exchanged_with)}"
+        return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +53,15 @@ class UnknownState(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a state file holds nothing that the classes of torch, accelerate or the Trainer load, such as `optimizer.bin` "
-        "without `param_groups`"
+        "a file holds nothing that the classes of torch, accelerate or the Trainer load, such as `optimizer.bin` "
+        "without `param_groups`, or a state dict inside another dict"
     )
 
     holds: str
     expected: str
     effect: str
     exchanged_with: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         return _of_state(self.path, self.holds, self.expected, self.exchanged_with)
@@ -67,7 +70,7 @@ class UnknownState(Finding):
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a custom class makes of it."""
         ignore = "" if self.exchanged_with else ". Where a class of your own reads it, ignore this"
-        return f"{self.effect}: {_right_file(self.path, self.exchanged_with)}{ignore}"
+        return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
 
 
 def _of_state(path: PurePosixPath, holds: str, expected: str, exchanged_with: str) -> str:
