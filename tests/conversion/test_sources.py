@@ -22,7 +22,10 @@ def sealed(tmp_path: Path) -> Path:
     for name, fill in (("model.safetensors", 1.0), ("model_1.safetensors", 2.0)):
         write_safetensors(folder / name, {"w": torch.full((64,), fill), "b": torch.zeros(0)})
     (folder / "random_states_0.pkl").write_bytes(RANDOM_STATES)
-    torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": []}, folder / "optimizer.bin")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": [{"params": [0]}]},
+        folder / "optimizer.bin",
+    )
     assert seal(folder).written
     return folder
 
