@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,34 @@ def _time_of(checkpoint: Path) -> float | None:
         with suppress(OSError):
             return (checkpoint / name).stat().st_mtime
     return None
+
+
+def taken_instead(run: Path) -> str:
+    """Return what stock ``load_state()`` does with an entry that is not a checkpoint, "" where it takes the newest one.
+
+    With automatic naming it sorts every entry of ``checkpoints`` by the first number in its name, and takes the last
+    (accelerate 1.15, ``accelerator.py``). Automatic naming counts by one, so a script chose numbers with gaps itself.
+    Raises OSError.
+    """
+    if Path(os.path.abspath(run)).name != "checkpoints":
+        return ""
+    names = sorted(os.listdir(run))
+    own = {path.name: number for number, path in numbered(run, (ACCELERATE,)).get(ACCELERATE, ())}
+    numbers = sorted(own.values())
+    is_counted = (len(numbers) > 1 or numbers == [0]) and numbers[-1] - numbers[0] == len(numbers) - 1
+    if not is_counted:
+        return ""
+    entries = {name: re.search("[0-9]+", name) for name in names if name not in own}
+    for name, number in entries.items():
+        if number is None:
+            return f"{run / name}: load_state() without a folder fails with an IndexError: the name has no number"
+    first = {name: int(number[0][:18]) for name, number in entries.items() if number is not None}
+    last = max(first, key=lambda name: first[name], default="")
+    if not last or first[last] < numbers[-1]:
+        return ""
+    may = "may take" if first[last] == numbers[-1] else "takes"
+    fails = "" if (run / last).is_dir() else ", and fails: it is not a folder"
+    return f"{run / last}: load_state() without a folder {may} it instead of checkpoint_{numbers[-1]}{fails}"
 
 
 def newest_complete(found: Iterable[Candidate]) -> Candidate | None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import ClassVar
 import click
 
 from ckptfix.checkpoint.filenames import family_of
-from ckptfix.checkpoint.latest import Candidate, choose, judge, numbered
+from ckptfix.checkpoint.latest import Candidate, choose, judge, numbered, taken_instead
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
@@ -134,8 +134,11 @@ def _check_all(
     )
     if recursive:
         answers = runs.answers() if teams.leads() else []
+        taken = [one.taken_instead for one in answers if one.taken_instead]
+        report.show(line(f"{words}; next: move it out of the folder", colour="yellow") for words in taken)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
+        return report.finish(summary, batch.status or int(bool(taken)))
     return report.finish(summary, batch.status)
 
 
@@ -144,16 +147,18 @@ class Resume(Serialized):
     """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None where it finds none.
 
     ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in which check found
-    no problem, where that is another one. ``passed_over``: incomplete ones that are newer.
+    no problem, where that is another one. ``passed_over``: incomplete ones that are newer. ``taken_instead``: another
+    entry of the folder that stock ``load_state()`` takes, or for which it fails, in words.
     """
 
-    json_keys: ClassVar = "run checkpoint problem clean? passed_over"
+    json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead?"
 
     run: Path
     checkpoint: Path | None
     problem: str = ""
     clean: Path | None = None
     passed_over: tuple[str, ...] = ()
+    taken_instead: str = ""
 
     @property
     def text(self) -> str:
@@ -207,7 +212,14 @@ class Runs:
 
     def answers(self) -> list[Resume]:
         """Return the answer for each run, by the function behind ``latest_checkpoint``."""
-        return [self._answer(run) for run in self._unclean]
+        answers = []
+        for run in self._unclean:
+            taken = ""
+            # stock accelerate loads from a disk alone
+            with suppress(OSError):
+                taken = taken_instead(run)
+            answers.append(replace(self._answer(run), taken_instead=taken))
+        return answers
 
     def _answer(self, run: Path) -> Resume:
         def look(path: Path, number: int) -> Candidate:
