@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckptfix.checkpoint.filenames import Role, index_name, model_file, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.state_contents import Content, state_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
@@ -340,8 +341,22 @@ class Files:
                 if one.data_offsets is not None
             )
             self.unchecked(member.path, places)
+        if isinstance(member.content, TorchFile):
+            self._wrong_content(member, member.content)
         if member.problem is not None:
             self.found.not_checked.append(f"{member.path}, copied as it is: {member.problem.message}")
+
+    def _wrong_content(self, member: Component, content: TorchFile) -> None:
+        """Note a copied file whose content is not what its name promises: what belongs there is lost."""
+        wrong = state_problem(member.name, content)
+        if wrong is None:
+            return
+        said = Lost(str(member.path), None, f"it holds {wrong.holds}, not {wrong.expected.value}; copied unchanged")
+        if wrong.content is not None:
+            self.found.lost.append(said)
+        elif wrong.expected is Content.MODEL:
+            # A script may load it by a class of its own.
+            self.found.doubtful.append(said)
 
     def unchecked(self, path: PurePosixPath, places: Iterable[TensorLocation]) -> None:
         """Note a kept file without checksums, and its tensors that end in zeros."""

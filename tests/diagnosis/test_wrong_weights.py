@@ -1,6 +1,7 @@
 """Weights files that hold something else: what loaders refuse or leave random is found, and no model is blamed."""
 
 import json
+import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,9 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckptfix import check, latest_checkpoint
-from ckptfix.errors import UsageError
+from ckptfix import OperationError, UsageError, check, latest_checkpoint, migrate, salvage, seal
+from ckptfix.storage import stores
+from tests.commanding import Said, said
 from tests.sampling import sampled
+from tests.stores.servers import QUICK, upload_folder
+
+__all__ = ["said"]
 
 CODES = ("wrong-state", "unknown-state")
 WEIGHTS = "pytorch_model.bin"
@@ -402,3 +407,40 @@ def test_an_adapter_without_a_tensor_is_found(tmp_path: Path) -> None:
     for name, value in saved.items():
         assert not torch.equal(loaded[name.replace(".weight", ".default.weight")], value)
     assert len(told(tmp_path)) == 1
+
+
+# --- the other commands, and stores ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["an optimizer", "meta tensors", "a wrapped state dict", "a list"])
+def test_no_command_calls_a_wrong_weights_file_intact(content: str, tmp_path: Path) -> None:
+    root = saved_by_accelerate(tmp_path / "checkpoint_0")
+    make, words = CONTENTS[content]
+    torch.save(make(torch.load(root / WEIGHTS), root), root / WEIGHTS)
+    receipt = salvage(root, tmp_path / "new")
+    assert receipt.verdict != "everything was intact"
+    noted = receipt.lost if content in KNOWN else receipt.doubtful
+    assert [(lost.file, lost.reason) for lost in noted if words in lost.reason] == [
+        (WEIGHTS, f"it holds {words}, not a model's weights; copied unchanged")
+    ]
+    assert (tmp_path / "new" / WEIGHTS).read_bytes() == (root / WEIGHTS).read_bytes()
+    with pytest.raises(OperationError):
+        migrate(root, tmp_path / "migrated", to="safetensors")
+    if content in KNOWN:
+        assert receipt.status == 1
+        assert seal(root).status == 1
+        assert not (root / ".ckptfix").exists()
+
+
+def test_a_store_says_the_same(said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stores, "PATIENCE", QUICK)
+    pretrained(tmp_path / "folder")
+    save_file({}, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
+    torch.save({"model": net().state_dict()}, tmp_path / "folder" / WEIGHTS)
+    url = f"memory://{os.urandom(6).hex()}"
+    upload_folder(tmp_path / "folder", url)
+    (status, local, _), (status_of_store, remote, _) = said("check", tmp_path / "folder"), said("check", url)
+    assert status == status_of_store == 1
+    sentences = [line for line in local.splitlines() if "unknown-state" in line]
+    assert len(sentences) == 2
+    assert [line for line in remote.splitlines() if "unknown-state" in line] == sentences
