@@ -146,10 +146,11 @@ def state_problem(name: FileName, file: TorchFile) -> StateProblem | None:
 def is_weights_file(name: FileName) -> bool:
     """Return whether ``load_state``, transformers, diffusers or PEFT reads a file by its name as one state dict.
 
-    Loaders of LoRA weights accept other layouts.
+    Loaders of LoRA weights accept other layouts, and no library writes or looks for ``model.bin``.
     """
+    stem = name.stem.partition(".")[0]
     is_weights = name.is_of_library and name.role is not Role.WEIGHTS_INDEX
-    return is_weights and name.stem.partition(".")[0] != "pytorch_lora_weights"
+    return is_weights and stem != "pytorch_lora_weights" and (stem, name.suffix) != ("model", ".bin")
 
 
 def holds_no_tensor(file: TorchFile | SafetensorsFile) -> bool:

@@ -351,7 +351,9 @@ class Files:
         wrong = state_problem(member.name, content)
         if wrong is None:
             return
-        said = Lost(str(member.path), None, f"it holds {wrong.holds}, not {wrong.expected.value}; copied unchanged")
+        said = Lost(
+            str(member.path), None, f"it holds {wrong.holds}, not {wrong.expected.value}; copied unchanged"
+        )
         if wrong.content is not None:
             self.found.lost.append(said)
         elif wrong.expected is Content.MODEL:

@@ -297,7 +297,14 @@ def test_files_of_a_script_may_hold_anything(tmp_path: Path) -> None:
 def test_free_names_in_a_save_state_may_hold_anything(tmp_path: Path) -> None:
     root = saved_by_accelerate(tmp_path / "checkpoint_0")
     state = net().state_dict()
-    for name in ("ema.pt", "net.bin", "pytorch_lora_weights.bin", "mp_rank_00_model_states.pt"):
+    for name in (
+        "ema.pt",
+        "net.bin",
+        "model.bin",
+        "model.pt",
+        "pytorch_lora_weights.bin",
+        "mp_rank_00_model_states.pt",
+    ):
         torch.save({"model": state, "module": state, "epoch": 1}, root / name)
     assert told(root) == []
 
