@@ -6,23 +6,23 @@ checkpoints next to this one: a model that was prepared twice is equal in all of
 """
 
 import os
-import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import Role, is_one_of_several
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_folder
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.checkpoint.pairing import Pairing, differing_tensors, first_unequal, pair_up
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import CkptfixError, FormatError, OperationError
+from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.safetensors_file import read_safetensors
@@ -31,7 +31,10 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import read_partial
 from ckptfix.formats.torch_pickle import is_optimizer, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, read_tensor, storages
-from ckptfix.storage.reading import FileReader, listed_names, open_reader, origin_of, store_of, subfolders
+from ckptfix.storage.reading import (
+    FileReader,
+    open_reader,
+)
 
 _NUMBER_FORMATS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
@@ -589,58 +592,6 @@ def _is_equal(root: Path, one: Component, other_root: Path, other: Component) ->
         replace(other, path=PurePosixPath(os.path.abspath(other_root), other.path)),
     )
     return pairing is not None and first_unequal(root, pairing, full=False) is None
-
-
-_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-
-
-def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
-    """Yield up to four other checkpoints of a run: the two next to this one, the first and the last.
-
-    Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
-    """
-    home = Path(os.path.abspath(origin_of(home)))
-    match = _NUMBERED.fullmatch(home.name)
-    if match is None:
-        return
-    store = store_of(home)
-    above = store.url.rpartition("/")[0] if store is not None else ""
-    # A listing of a run holds the neighbours, too; the image of one checkpoint does not.
-    is_listed = store is not None and store_of(home.parent) is not None and listed_names(home) is not None
-    try:
-        if store is None or is_listed:
-            names = subfolders(home.parent)
-        else:
-            from ckptfix.storage.images import prefixes_in
-
-            names = prefixes_in(above)
-    except (CkptfixError, OSError):
-        return  # whoever reads a checkpoint may not be allowed to list the folder above it
-    numbers = sorted(
-        (int(other[2]), name)
-        for name in names
-        if (other := _NUMBERED.fullmatch(name)) is not None and other[1] == match[1] and name != home.name
-    )
-    own = int(match[2])
-    before = [one for one in numbers if one[0] < own]
-    after = numbers[len(before) :]
-    for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
-        is_earlier = number < own and is_one_of_several(name)
-        if store is None:
-            yield name, is_earlier, home.parent / name
-            continue
-        from ckptfix.storage.images import image_of, made, release
-
-        if is_listed:
-            with made(home.parent / name) as folder:
-                yield name, is_earlier, folder
-            continue
-        with suppress(CkptfixError):
-            image = image_of(f"{above}/{name}", complete=False)
-            try:
-                yield name, is_earlier, image
-            finally:
-                release(image)
 
 
 def _fingerprint(model: Component) -> str:

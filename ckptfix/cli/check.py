@@ -166,7 +166,7 @@ class Resume(Serialized):
         if self.checkpoint is None:
             return f"{self.run}: no checkpoint to resume from: {self.problem}"
         if self.clean is not None:
-            return f"resume from {self.clean}: {self.checkpoint} is newer and complete, {self.problem}"
+            return f"resume from {self.clean}: {self.checkpoint} is newer, {self.problem}"
         but = f", {self.problem}" if self.problem else ""
         return f"resume from {self.checkpoint}, the newest complete one{but}"
 

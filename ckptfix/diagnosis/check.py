@@ -243,9 +243,9 @@ def check(
     """Find the problems of a checkpoint folder or file.
 
     Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of
-    those, and checks every checksum. ``siblings``: other checkpoints; those of the same run (next to this
-    one, with the same name but for a number) show what is missing here. ``progress`` is called with numbers
-    of bytes.
+    those, and checks every checksum. The names in the checkpoints of the same run, next to this one, show what is
+    missing here. ``siblings``: other checkpoints that may be of the run, for names that no library gives, such as
+    ``x_3``. ``progress`` is called with numbers of bytes.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -269,8 +269,6 @@ def check(
         isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
     ):
         grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
-        if not siblings and all(one.role is Role.RNG_STATE for one in folder.components):
-            grouped = Siblings((Path(os.path.abspath(target.root)).parent,), is_recursive=True)
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
         lacking = tuple(compared(target.root, grouped, told))
     below = tuple(models_below(diagnosis, data=data, progress=progress))

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     checkpoint_number,
     family_of,
+    parse_deepspeed_folder_name,
     parse_file_name,
     parse_folder_name,
     random_states_name,
@@ -36,6 +37,7 @@ from ckptfix.checkpoint.manifest import (
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
+from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
 from ckptfix.checkpoint.trainer_folders import (
     MissingState,
     TrainerProgress,
@@ -57,10 +59,10 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.misnamed import misnamed
 from ckptfix.diagnosis.target import holds_checkpoint
-from ckptfix.errors import FormatError
+from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
-from ckptfix.storage.reading import names_in, origin_of, store_of, subfolders
+from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -295,29 +297,31 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
 
 
 class _Sibling(NamedTuple):
-    number: int
     name: str
     parts: dict[Part, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The saves of one run in order of their numbers. ``having``: how many have a part; ``examples``: a file of it."""
+    """The folders of one run in order of their numbers. ``parts``: those of each listed folder, by its name."""
 
-    saves: tuple[_Sibling, ...]
-    having: Counter[Part]
-    examples: dict[Part, str]
+    folders: tuple[tuple[int, str], ...]
+    parts: dict[str, dict[Part, str]]
 
 
 _MOST_RUNS = 32
 """Runs that are remembered, those used last: the checkpoints of one follow each other in a listing."""
 
+_NEAR, _FAR = 2, 8
+"""Saves that a checkpoint is compared with on either side, and folders that are listed to find them."""
+
 
 class Siblings:
     """Checkpoints grouped by run: those of a run lie in one folder, and differ in one number of the name.
 
+    Names that libraries give to checkpoints are looked up in the folder that holds them. Others count as a run among
     ``paths``: the checkpoints, or with ``is_recursive`` the folders below which each is one. Each folder is listed
-    once, when the first checkpoint of its run is compared. Several threads may ask.
+    once. Several threads may ask.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]] = (), *, is_recursive: bool = False) -> None:
@@ -330,90 +334,111 @@ class Siblings:
         self._runs: OrderedDict[tuple[Path, str], _Run] = OrderedDict()
         self._lock = Lock()
 
-    def of(self, folder: Path, name: str) -> _Run:
-        """Return the run of a checkpoint. ``name``: that of its folder up to the number."""
-        key = folder.parent, name
+    def around(self, folder: Path) -> tuple[list[_Sibling], list[_Sibling]]:
+        """Return the nearest saves before a numbered checkpoint and after it, the nearest first."""
+        match = _NUMBERED.fullmatch(folder.name)
+        assert match is not None
+        key, number = (folder.parent, match[1]), int(match[2])
         with self._lock:
-            run = self._runs.pop(key, None) or self._listed(*key)
+            run = self._runs.pop(key, None) or _Run(tuple(sorted(self._names(folder, match[1]))), {})
             self._runs[key] = run
             if len(self._runs) > _MOST_RUNS:
                 self._runs.popitem(last=False)
-        return run
+            before = bisect_left(run.folders, number, key=lambda one: one[0])
+            after = bisect_right(run.folders, number, key=lambda one: one[0])
+            return (
+                _saves(run, folder, run.folders[max(before - _FAR, 0) : before][::-1]),
+                _saves(run, folder, run.folders[after : after + _FAR]),
+            )
 
-    def _listed(self, parent: Path, name: str) -> _Run:
-        # Most checkpoints of a run have equal names: 100,000 of them share one dict.
-        alike: dict[tuple[PurePosixPath, ...], dict[Part, str]] = {}
-        saves = []
-        for number, one in sorted(self._names(parent, name)):
-            names = tuple(_names(parent / one))
-            parts = alike.get(names)
-            if parts is None:
-                parts = alike[names] = _parts(names)
-            if _is_save(parts):
-                saves.append(_Sibling(number, one, parts))
-        having = Counter(part for save in saves for part in save.parts)
-        examples = {part: file for save in saves for part, file in save.parts.items()}
-        return _Run(tuple(saves), having, examples)
-
-    def _names(self, parent: Path, name: str) -> Iterable[tuple[int, str]]:
+    def _names(self, folder: Path, prefix: str) -> Iterable[tuple[int, str]]:
         """Return number and name of each checkpoint of a run."""
-        if self._above.isdisjoint((parent, *parent.parents)):
-            return self._paths[parent, name]
-        with suppress(OSError):
+        parent = folder.parent
+        if family_of(folder.name) is None and self._above.isdisjoint((parent, *parent.parents)):
+            return self._paths[parent, prefix]
+        # Whoever reads a checkpoint may not be allowed to list the folder above it.
+        with suppress(CkptfixError, OSError):
             return [
-                (int(match[2]), one)
-                for one in subfolders(parent)
-                if (match := _NUMBERED.fullmatch(one)) and match[1] == name
+                (int(match[2]), name)
+                for name in folders_next_to(folder)
+                if (match := _NUMBERED.fullmatch(name)) and match[1] == prefix
             ]
         return ()
 
 
+def _saves(run: _Run, folder: Path, near: Iterable[tuple[int, str]]) -> list[_Sibling]:
+    saves: list[_Sibling] = []
+    for _, name in near:
+        if name not in run.parts:
+            parts: dict[Part, str] = {}
+            with suppress(CkptfixError, OSError):
+                parts = _parts(map(PurePosixPath, sorted(names_next_to(folder, name))))
+            # Most checkpoints of a run have equal names: 100,000 of them share one dict.
+            last = next(reversed(run.parts.values()), None)
+            run.parts[name] = last if last == parts and last is not None else parts
+        if _is_save(run.parts[name]):
+            saves.append(_Sibling(name, run.parts[name]))
+        if len(saves) == _NEAR:
+            break
+    return saves
+
+
 def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterator[Finding]:
-    """Yield the parts that a checkpoint lacks and most checkpoints of the same run have.
+    """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
     ``known``: files that were reported already. A folder whose save recorded its files is not compared.
+    Between others, one of the nearest on either side must have the part: a script that gains or loses an object changes
+    all that follow. The newest and the oldest are compared with the two next to them, and both must have it.
     States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. If only one
     neighbour exists, as for the newest checkpoint, they are a note. A folder with random states of other ranks than 0
-    alone lacks all that any checkpoint of the run has.
+    alone lacks all that any checkpoint near it has.
     """
-    name = _NUMBERED.fullmatch(folder.name)
     manifest = usable_manifest(folder)
-    if name is None or (manifest is not None and manifest.is_of_a_save):
+    origin = Path(os.path.abspath(origin_of(folder)))
+    if _NUMBERED.fullmatch(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
+        return
+    before, after = siblings.around(origin)
+    near = (*before, *after)
+    if not near:
         return
     # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have theirs.
     is_shortened = is_repaired(folder)
-    folder = origin_of(folder)
-    run, number = siblings.of(folder, name[1]), int(name[2])
-    before = bisect_left(run.saves, number, key=lambda one: one.number)
-    after = bisect_right(run.saves, number, key=lambda one: one.number)
-    own = next((one.parts for one in run.saves[before:after] if one.name == folder.name), None)
-    others = len(run.saves) - (own is not None)
-    if not others:
-        return
-    if own is None:
-        own = _parts(_names(folder))
+    names = _names(folder)
+    own = _parts(names)
+    # A run that changed to DeepSpeed has its model and optimizer in one folder.
+    for path in names:
+        if (tag := parse_deepspeed_folder_name(path.name)) is not None:
+            own |= {(role, tag.index): path.name for role in (Role.MODEL, Role.OPTIMIZER)}
     # Each rank writes its own random states, while the main process still writes the rest: a killed save leaves them
     # alone. So does a node with a disk of its own, where no checkpoint of the run has files of rank 0.
     is_of_others = bool(own) and all(role is Role.RNG_STATE and rank for role, rank in own)
-    around = (*run.saves[max(before - 1, 0) : before], *run.saves[after : after + 1])
-    missing = [
-        part
-        for part in sorted(run.having.keys() - own.keys(), key=_order)
-        if (is_of_others or 2 * run.having[part] > others)
-        and not (is_shortened and part[1] > 0 and part[0] is not Role.RNG_STATE)
-        and (part[0] is not Role.RNG_STATE or all(part in one.parts for one in around))
-    ]
-    is_first_or_last = len(around) < 2 and _is_save(own) and not is_of_others
+
+    def is_expected(part: Part) -> bool:
+        role, index = part
+        if role is Role.RNG_STATE:
+            return all(part in save.parts for save in (*before[:1], *after[:1]))
+        if is_shortened and index > 0:
+            return False
+        if is_of_others:
+            return True
+        if before and after:
+            return all(any(part in save.parts for save in side) for side in (before, after))
+        return all(part in save.parts for save in near)
+
+    examples = {part: name for save in near for part, name in save.parts.items()}
+    missing = [part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)]
+    is_first_or_last = not (before and after) and _is_save(own) and not is_of_others
     unsure = [part for part in missing if is_first_or_last and part[0] is Role.RNG_STATE]
     sure = [part for part in missing if part not in unsure]
     for kind, lost in ((IncompleteCheckpoint, sure), (FewerRanks, unsure)):
-        names = tuple(run.examples[part] for part in lost if run.examples[part] not in known)
-        if names:
-            having = sum(all(part in one.parts for part in lost) for one in run.saves)
+        files = tuple(examples[part] for part in lost if examples[part] not in known)
+        if files:
+            having = sum(all(part in save.parts for part in lost) for save in near)
             yield kind(
-                path=PurePosixPath(names[0]),
-                missing=names,
-                known_by=f"{having} of {others} checkpoints next to it have {'it' if len(names) == 1 else 'them'}",
+                path=PurePosixPath(files[0]),
+                missing=files,
+                known_by=f"{having} of {len(near)} checkpoints next to it have {'it' if len(files) == 1 else 'them'}",
+                of_trainer=PurePosixPath(TRAINER_STATE) in names,
             )
 
 

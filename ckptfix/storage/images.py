@@ -143,6 +143,12 @@ def prefixes_in(url: str) -> list[str]:
     return list(open_store(url).folders())
 
 
+def names_right_below(url: str) -> list[str]:
+    """Return the names of the objects and prefixes right below a URL, by one listing. Raises UsageError, StoreError."""
+    objects, prefixes = open_store(url).children()
+    return [*objects, *prefixes]
+
+
 @contextmanager
 def made(path: Path) -> Iterator[Path]:
     """Make the folder of a part of a listing, and yield its path; it is removed at the end. Any other path as it is."""

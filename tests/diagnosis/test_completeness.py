@@ -3,11 +3,12 @@
 import json
 import shutil
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
 from ckptfix import check, seal
+from ckptfix.checkpoint.neighbours import names_next_to
 from ckptfix.cli import run
 from ckptfix.diagnosis import completeness
 from tests.repairs.builders import TRAINER_RANDOM_STATES
@@ -116,14 +117,14 @@ def test_a_sibling_has_it(tmp_path: Path, lost: str, capsys: pytest.CaptureFixtu
         assert "2 of 2 checkpoints next to it have it" in finding["message"]
 
 
-def test_neighbours_outside_of_the_named_folders_are_not_compared(
+def test_neighbours_are_compared_wherever_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     roots = [make(tmp_path / "run" / f"checkpoint_{number}") for number in range(3)]
     (roots[1] / "optimizer.bin").unlink()
     (tmp_path / "run" / "checkpoint_3").symlink_to(roots[1])
     for paths, statuses in (
-        ([roots[1]], [0]),  # a lone checkpoint: its neighbours may be another's work
+        ([roots[1]], [1]),
         (roots[:2], [0, 1]),
         ([tmp_path], [0, 1, 0]),
         ([roots[1], tmp_path / "run"], [1, 0, 0]),  # once, though two paths lead to it
@@ -133,26 +134,40 @@ def test_neighbours_outside_of_the_named_folders_are_not_compared(
         assert [document["status"] for document in documents] == statuses
 
 
+def test_folders_that_only_end_in_a_number_are_compared_if_they_are_named(tmp_path: Path) -> None:
+    """Two runs, ``x_1`` and ``x_2``, may have different objects."""
+    roots = [make(tmp_path / f"x_{number}", "custom-object") for number in range(3)]
+    (roots[1] / "custom_checkpoint_0.pkl").unlink()
+    assert incomplete(roots[1]) == []
+    assert incomplete(roots[1], roots) == [
+        "custom_checkpoint_0.pkl is missing: 2 of 2 checkpoints next to it have it"
+    ]
+
+
 def test_each_folder_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(5)]
-    listed: list[Path] = []
-    names = completeness._names
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(7)]
+    listed: list[str] = []
 
-    def listing(folder: Path) -> list[PurePosixPath]:
-        listed.append(folder)
-        return names(folder)
+    def listing(folder: Path, name: str) -> list[str]:
+        listed.append(name)
+        return names_next_to(folder, name)
 
-    monkeypatch.setattr(completeness, "_names", listing)
+    monkeypatch.setattr(completeness, "names_next_to", listing)
     siblings = completeness.Siblings([tmp_path], is_recursive=True)
-    runs = [siblings.of(root, "checkpoint_") for root in roots]
-    assert sorted(listed) == roots
-    assert len({id(one) for one in runs}) == len({id(save.parts) for save in runs[0].saves}) == 1
+    before, after = siblings.around(roots[3])
+    assert [save.name for save in before] == ["checkpoint_2", "checkpoint_1"]
+    assert [save.name for save in after] == ["checkpoint_4", "checkpoint_5"]
+    assert len({id(save.parts) for save in (*before, *after)}) == 1
+    assert len(listed) == 4
+    for root in roots:
+        siblings.around(root)
+    assert sorted(listed) == [root.name for root in roots]
 
 
 def test_runs_that_were_compared_are_forgotten(tmp_path: Path) -> None:
     siblings = completeness.Siblings([tmp_path], is_recursive=True)
     for number in range(1000):
-        siblings.of(tmp_path / f"run{number}" / "checkpoint_1", "checkpoint_")
+        siblings.around(tmp_path / f"run{number}" / "checkpoint_1")
     assert len(siblings._runs) == completeness._MOST_RUNS
 
 

@@ -98,7 +98,7 @@ class IncompleteCheckpoint(Finding):
         what = "this file" if len(self.missing) == 1 else "these files"
         return (
             f"load_state fails without {what}; copy {what} again, or resume from a complete checkpoint; ignore this if "
-            "the script no longer has such an object"
+            "the script has no such object, as load_state then succeeds"
         )
 
     @property

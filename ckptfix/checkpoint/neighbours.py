@@ -1,0 +1,88 @@
+"""The other checkpoints of a run, next to one of them on this machine or in a store."""
+
+import os
+import re
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import is_one_of_several
+from ckptfix.errors import CkptfixError
+from ckptfix.storage.reading import listed_names, names_in, origin_of, store_of, subfolders
+
+_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+
+
+def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
+    """Yield up to four other checkpoints of a run: the two next to this one, the first and the last.
+
+    Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
+    """
+    home = Path(os.path.abspath(origin_of(home)))
+    match = _NUMBERED.fullmatch(home.name)
+    if match is None:
+        return
+    store = store_of(home)
+    above = store.url.rpartition("/")[0] if store is not None else ""
+    # A listing of a run holds the neighbours, too; the image of one checkpoint does not.
+    is_listed = store is not None and store_of(home.parent) is not None and listed_names(home) is not None
+    try:
+        names = folders_next_to(home)
+    except (CkptfixError, OSError):
+        return  # whoever reads a checkpoint may not be allowed to list the folder above it
+    numbers = sorted(
+        (int(other[2]), name)
+        for name in names
+        if (other := _NUMBERED.fullmatch(name)) is not None and other[1] == match[1] and name != home.name
+    )
+    own = int(match[2])
+    before = [one for one in numbers if one[0] < own]
+    after = numbers[len(before) :]
+    for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
+        is_earlier = number < own and is_one_of_several(name)
+        if store is None:
+            yield name, is_earlier, home.parent / name
+            continue
+        from ckptfix.storage.images import image_of, made, release
+
+        if is_listed:
+            with made(home.parent / name) as folder:
+                yield name, is_earlier, folder
+            continue
+        with suppress(CkptfixError):
+            image = image_of(f"{above}/{name}", complete=False)
+            try:
+                yield name, is_earlier, image
+            finally:
+                release(image)
+
+
+def folders_next_to(folder: Path) -> list[str]:
+    """Return the names of the folders in the one that holds this folder, also for the image of a prefix.
+
+    Raises OSError, CkptfixError.
+    """
+    above = _url_above(folder)
+    if above is None:
+        return subfolders(folder.parent)
+    from ckptfix.storage.images import prefixes_in
+
+    return prefixes_in(above)
+
+
+def names_next_to(folder: Path, name: str) -> list[str]:
+    """Return the names in a folder next to this folder, as of ``folders_next_to``. Raises OSError, CkptfixError."""
+    above = _url_above(folder)
+    if above is None:
+        return names_in(folder.parent / name)
+    from ckptfix.storage.images import names_right_below
+
+    return names_right_below(f"{above}/{name}")
+
+
+def _url_above(folder: Path) -> str | None:
+    """Return the URL above the image of one prefix. A folder of a listing has its neighbours there: None."""
+    store = store_of(folder)
+    if store is None or (store_of(folder.parent) is not None and listed_names(folder) is not None):
+        return None
+    return store.url.rpartition("/")[0]

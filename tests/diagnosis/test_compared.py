@@ -1,0 +1,160 @@
+"""Checkpoints of accelerate that lack a file which the checkpoints next to them have."""
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+
+from ckptfix import check
+from ckptfix.storage import stores
+from tests.stores.servers import QUICK, upload_folder
+
+LOST = ("custom_checkpoint_0.pkl", "optimizer_1.bin", "scheduler_1.bin", "random_states_0.pkl")
+
+
+class Average:
+    """An average of weights that a script registers for its checkpoints."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Return its state."""
+        return {"decay": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Accept any state."""
+
+
+def prepared(folder: Path, *, optimizers: int = 2, averages: int = 1) -> Accelerator:
+    """Return the Accelerator of a script with a model per optimizer and scheduler."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    )
+    for number in range(optimizers):
+        model = nn.Linear(2, 2 + number)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + number)
+        accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    for _ in range(averages):
+        accelerator.register_for_checkpointing(Average())
+    return accelerator
+
+
+def saved(folder: Path, averages: Sequence[int]) -> list[Path]:
+    """Return the checkpoints of a run, each of a script with so many averages."""
+    for number, count in enumerate(averages):
+        accelerator = prepared(folder, averages=count)
+        accelerator.project_configuration.iteration = number
+        accelerator.save_state()
+    return [folder / "checkpoints" / f"checkpoint_{number}" for number in range(len(averages))]
+
+
+def refused(folder: Path, checkpoint: Path) -> bool:
+    """Return whether load_state of the script refuses a checkpoint."""
+    try:
+        prepared(folder).load_state(str(checkpoint))
+    except (OSError, RuntimeError):
+        return True
+    return False
+
+
+def missing(paths: Iterable[str | Path]) -> list[list[str]]:
+    """Return the files that check misses in each checkpoint."""
+    return [
+        [name for finding in check(path).findings for name in getattr(finding, "missing", ())]
+        for path in paths
+    ]
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_checkpoint_alone_is_compared_with_those_next_to_it(tmp_path: Path, lost: str, at: int) -> None:
+    """load_state starts with new random states in silence, and refuses the others."""
+    checkpoints = saved(tmp_path, [1, 1, 1])
+    assert missing(checkpoints) == [[], [], []]
+    (checkpoints[at] / lost).unlink()
+    assert refused(tmp_path, checkpoints[at]) == (not lost.startswith("random_states"))
+    report = check(checkpoints[at])
+    (finding,) = report.findings
+    assert (report.status, finding.code) == (1, "incomplete-checkpoint")
+    assert str(finding) == f"{lost} is missing: 2 of 2 checkpoints next to it have it"
+    assert [check(path).status for path in checkpoints].count(1) == 1
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_one_checkpoint_next_to_it_is_enough(
+    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saved(tmp_path, [1, 1])
+    (checkpoints[1] / lost).unlink()
+    monkeypatch.chdir(checkpoints[1])
+    assert missing([".", checkpoints[1], checkpoints[0]]) == [[lost], [lost], []]
+
+
+@pytest.mark.parametrize(
+    ("averages", "unsure"),
+    [
+        ([0, 0, 1, 1], []),
+        ([1, 1, 0, 0], []),
+        ([0, 0, 0, 1, 1, 0, 0], []),
+        ([1, 1, 0, 0, 1, 1], [2, 3]),
+        ([1, 0, 1, 0], [1]),
+        ([1, 1, 0], [2]),
+        ([0, 1, 1], [0]),
+    ],
+)
+def test_a_script_gains_or_loses_an_object(tmp_path: Path, averages: list[int], unsure: list[int]) -> None:
+    """Every later checkpoint then lacks it, too. The newest and the oldest alone look as if they were cut."""
+    checkpoints = saved(tmp_path, averages)
+    lacking = [number for number, names in enumerate(missing(checkpoints)) if names]
+    assert lacking == unsure
+    for number in lacking:
+        (finding,) = check(checkpoints[number]).findings
+        assert "ignore this if the script has no such object" in finding.advice
+        accelerator = prepared(tmp_path, averages=averages[number])
+        accelerator.load_state(str(checkpoints[number]))
+
+
+def test_other_folders_are_no_neighbours(tmp_path: Path) -> None:
+    first, second = saved(tmp_path, [1, 0])
+    for name in ("checkpoint_best", "last", "run-2"):
+        shutil.copytree(second, first.parent / name)
+        assert missing([first.parent / name]) == [[]]
+
+
+def test_a_run_that_changed_to_deepspeed_lacks_nothing(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, [0, 0])
+    shutil.rmtree(checkpoints[1])
+    source = Path("fixtures/deepspeed-0.18.2/accelerate-zero2/checkpoint")
+    shutil.copytree(source, checkpoints[1])
+    assert not {"model.safetensors", "optimizer.bin"} & set(missing([checkpoints[1]])[0])
+
+
+def test_a_checkpoint_in_a_store_is_compared_by_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "PATIENCE", QUICK)
+    checkpoints = saved(tmp_path, [1, 1, 1])
+    (checkpoints[1] / "optimizer_1.bin").unlink()
+    url = f"memory://{os.urandom(6).hex()}/run"
+    upload_folder(checkpoints[0].parent, url)
+    assert missing(f"{url}/checkpoint_{number}" for number in range(3)) == [[], ["optimizer_1.bin"], []]
+
+
+def test_a_folder_above_that_may_not_be_listed_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saved(tmp_path, [1, 1])
+    (checkpoints[1] / "optimizer_1.bin").unlink()
+
+    def refuse(folder: Path) -> list[str]:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr("ckptfix.diagnosis.completeness.folders_next_to", refuse)
+    assert missing(checkpoints) == [[], []]
