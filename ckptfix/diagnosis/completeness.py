@@ -196,11 +196,6 @@ def _lost_by_trainer(missing: tuple[str, ...], there: str, *, by_rank: bool = Fa
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
     """Yield in words what a folder without an error lacks to resume a run, if it may not be meant to."""
     roles = {role for role, _ in _parts(_paths(folder))}
-    if {Role.MODEL, Role.OPTIMIZER} <= roles and Role.RNG_STATE not in roles and not _is_foreign(folder):
-        yield (
-            "random states: none is saved here, though save_state always writes them; load_state loads the rest, but "
-            "restores neither the random generators nor the step"
-        )
     if has_deepspeed or Role.OPTIMIZER in roles:
         return
     if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
@@ -209,6 +204,14 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
         yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"
     elif Role.RNG_STATE in roles:
         yield STATES_ALONE
+
+
+def lost_step(folder: CheckpointFolder) -> str | None:
+    """Return in words that a ``save_state`` folder has no random states, which it always writes, None for others."""
+    roles = {role for role, _ in _parts(_paths(folder))}
+    if not {Role.MODEL, Role.OPTIMIZER} <= roles or Role.RNG_STATE in roles or _is_foreign(folder):
+        return None
+    return "random states: none saved; load_state loads the rest, without the random generators and the step"
 
 
 STATES_ALONE = "weights: only states of ranks are here, as on a node whose disk is its own"
@@ -415,8 +418,8 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
 
     def is_expected(part: Part) -> bool:
         role, index = part
-        if role is Role.RNG_STATE:
-            return all(part in save.parts for save in (*before[:1], *after[:1]))
+        if role is Role.RNG_STATE and not all(part in save.parts for save in (*before[:1], *after[:1])):
+            return False
         if is_shortened and index > 0:
             return False
         if is_of_others:

@@ -18,7 +18,9 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.reports import Serialized
@@ -133,8 +135,8 @@ class UnderstoodOptimizer(_Recorded):
 class Understood(_Recorded):
     """Facts about one folder, as they were understood.
 
-    ``libraries``: name -> version. ``problems``: of small JSON files, in words. ``config``: the model of a config,
-    where several models may be it.
+    ``libraries``: name -> version. ``problems``: of small JSON files, and random states that are missing, in
+    words. ``config``: the model of a config, where several models may be it.
     """
 
     json_keys: ClassVar = "models optimizers config processes step epoch libraries problems"
@@ -195,6 +197,10 @@ def understand(diagnosis: Diagnosis) -> Understood:
     is_told = any(one.path == PurePosixPath(TRAINER_STATE) for one in diagnosis.findings)
     if progress.problem and not is_told:
         problems.append(f"{TRAINER_STATE}: {progress.problem}")
+    is_incomplete = any(isinstance(finding, IncompleteCheckpoint) for finding in diagnosis.findings)
+    lost = lost_step(folder) if folder.only is None and not is_incomplete else None
+    if lost is not None:
+        problems.append(lost)
     return Understood(
         models=described,
         optimizers=tuple(_optimizer(one, diagnosis) for one in diagnosis.optimizers),
