@@ -342,6 +342,7 @@ def edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield a name, model states that DeepSpeed cannot load or loads in part, and what check says of them."""
     module, buffer = states["module"], states["buffer_names"][0]
     frozen = {"frozen_param_shapes", "frozen_param_fragments"}
+    empty: list[dict[str, Any] | None] = [{}, None]
     for value in ([], [1], 3, "x"):
         yield f"module {value!r}", {**states, "module": value}, "module is not a dict"
         yield f"shared {value!r}", {**states, "shared_params": value}, "shared_params is not a dict"
@@ -358,8 +359,8 @@ def edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
         "shared_params is not a dict of names",
     )
     for key in sorted(frozen):
-        for value in ({}, None):
-            yield f"{key} {value}", {**states, key: value}, "only one of frozen_param_shapes and"
+        for nothing in empty:
+            yield f"{key} {nothing}", {**states, key: nothing}, "only one of frozen_param_shapes and"
     fragments = {**states["frozen_param_fragments"], "frozen.bias": [1]}
     yield "a fragment", {**states, "frozen_param_fragments": fragments}, "'frozen.bias' is not a tensor"
 
