@@ -1,6 +1,7 @@
 """Calls of a pickle in zip files whose checksums are correct: ``torch.load`` itself says which of them it makes."""
 
 import _codecs
+import importlib
 import io
 import pickle
 import random
@@ -205,12 +206,13 @@ def test_a_call_is_refused_where_torch_refuses_it(tmp_path: Path, name: str) -> 
     assert bool(opcodes) == bool(said), f"torch says {said!r}, the reader says {opcodes}"
 
 
+multiarray: Any = importlib.import_module("numpy._core.multiarray")
 NUMPY_SAFE = [
     numpy.ndarray,
     numpy.dtype,
-    numpy._core.multiarray._reconstruct,
-    (numpy._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
-    numpy._core.multiarray.scalar,
+    multiarray._reconstruct,
+    (multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+    multiarray.scalar,
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__),
 ]
 BYTES = Call(_codecs.encode, ("b", "latin1"))
@@ -219,12 +221,12 @@ UINT32 = Call(numpy.dtype, ("u4", False, True), (DTYPE_STATE,))
 OBJECT = Call(numpy.dtype, ("O8", False, True), ((3, "|", None, None, None, -1, -1, 63),))
 CONTENT = Call(_codecs.encode, ("\0" * 8, "latin1"))
 ARRAY_STATE = (1, (2,), UINT32, False, CONTENT)
-ARRAY = Call(numpy._core.multiarray._reconstruct, (numpy.ndarray, (0,), BYTES), (ARRAY_STATE,))
+ARRAY = Call(multiarray._reconstruct, (numpy.ndarray, (0,), BYTES), (ARRAY_STATE,))
 NUMPY_CALLS = {
     "a dtype": UINT32,
     "an array": ARRAY,
     "an array without a version": Call(ARRAY.function, ARRAY.args, (ARRAY_STATE[1:],)),
-    "a scalar": Call(numpy._core.multiarray.scalar, (UINT32, CONTENT)),
+    "a scalar": Call(multiarray.scalar, (UINT32, CONTENT)),
     "a class of dtypes": Call(numpy.dtypes.UInt32DType, ()),
     "an ndarray": Call(numpy.ndarray, ((0,), BYTES)),
 }
