@@ -49,7 +49,7 @@ _PARTS = {
     8: "version endian subarray names fields elsize alignment flags",
     9: "version endian subarray names fields elsize alignment flags metadata",
 }
-"""How many values the state of a dtype has -> what they are."""
+"""Number of values in the state of a dtype -> their names."""
 
 _NO_ARGUMENTS = NUMPY_DTYPES - {
     f"{name}DType" for name in ("Bytes", "DateTime64", "Str", "String", "TimeDelta64", "Void")
@@ -146,7 +146,7 @@ _ACCEPTED: Mapping[str, Callable[[Any], bool]] = {
     "flags": lambda value: type(value) in (int, bool),
     "metadata": lambda value: True,
 }
-"""What each value of the state of a dtype must be."""
+"""Rule for each value in the state of a dtype, by its name."""
 
 
 def _is_array_state(state: Any) -> bool:

@@ -183,7 +183,11 @@ def test_a_whole_model_beside_comes_first_and_nothing_points_at_what_is_left(tmp
     shutil.copytree(FIXTURES / "zero3" / "checkpoint" / "pytorch_model", source / "global_step2")
     state = {"w": torch.ones(3)}
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    for name, text in (("latest", "global_step2"), ("zero_to_fp32.py", ""), ("trainer_state.json", "{}")):
+    for name, text in (
+        ("latest", "global_step2"),
+        ("zero_to_fp32.py", ""),
+        ("trainer_state.json", '{"global_step": 2}'),
+    ):
         (source / name).write_text(text)
     receipt = migrate(source, tmp_path / "b", to="bin")
     assert names_below(tmp_path / "b") == {"pytorch_model.bin", "trainer_state.json"}

@@ -72,7 +72,7 @@ def write_trainer_states(path: Path) -> None:
     torch.save({"last_epoch": 1, "base_lrs": torch.ones(2)}, path / "scheduler.pt")
     torch.save({"scale": torch.ones(1)}, path / "scaler.pt")
     torch.save({"output_dir": "x", "noise": torch.ones(2)}, path / "training_args.bin")
-    (path / "trainer_state.json").write_text("{}")
+    (path / "trainer_state.json").write_text('{"global_step": 2}')
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,8 @@ def test_a_seal_that_had_states_as_a_model_still_fits(
     (tmp_path / "rng_state.pth").write_bytes(TRAINER_RANDOM_STATES)
     torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
     torch.save({"last_epoch": 1, "_last_lr": [0.1]}, tmp_path / "scheduler.pt")
-    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
+    (tmp_path / "adapter_config.json").write_text("{}")
     seal(tmp_path)
     path = tmp_path / ".ckptfix" / "manifest.json"
     document = json.loads(path.read_text())

@@ -89,6 +89,7 @@ def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
         "  model      model_1.safetensors: 1 tensor, F32, 32 B",
         "  optimizer  optimizer.bin (SGD): 2 parameters",
         "  optimizer  optimizer_1.bin (NAdam): 2 parameters",
+        "  random states: none saved; load_state loads the rest, without the random generators and the step",
     ]
 
 
@@ -210,6 +211,7 @@ def test_folders_of_fsdp_and_deepspeed() -> None:
     assert understood(FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint") == [
         "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
         "  optimizer  optimizer_0/ (DCP, SGD): 5 parameters",
+        "  random states: none saved; load_state loads the rest, without the random generators and the step",
     ]
     assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [
         "  model      pytorch_model/ (DeepSpeed): 14 tensors, 4 files",

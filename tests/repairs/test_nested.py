@@ -33,7 +33,7 @@ def codes(path: Path) -> list[str]:
     return [finding.code for finding in check(path).findings]
 
 
-NESTED = {"module.module.fc.weight": torch.ones(3), "module.module.fc.bias": torch.ones(1)}
+NESTED = {"module.module.fc.weight": torch.ones(1, 3), "module.module.fc.bias": torch.ones(1)}
 
 
 @pytest.mark.parametrize("keys", Keys)
