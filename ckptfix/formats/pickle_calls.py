@@ -599,7 +599,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ),
     ("torch._utils", "_rebuild_nested_tensor"): Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
     ("torch._utils", "_rebuild_wrapper_subclass"): Rule(
-        (Parameter("a class of its own", ()), _DTYPE, _SIZES, _STRIDES, _HOOKS, _LAYOUT, _DEVICE, _FLAG), 8
+        (Parameter("a class of its own", ()), _DTYPE, _SIZES, _STRIDES, _OFFSET, _LAYOUT, _DEVICE, _FLAG), 8
     ),
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): Rule(
         (Parameter("an array of numpy", ("numpy.ndarray",)), *_DEVICE_PARAMETERS), 4, _of_device_tensor
