@@ -22,10 +22,7 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     match = _NUMBERED.fullmatch(home.name)
     if match is None:
         return
-    store = store_of(home)
-    above = store.url.rpartition("/")[0] if store is not None else ""
-    # A listing of a run holds the neighbours, too; the image of one checkpoint does not.
-    is_listed = store is not None and store_of(home.parent) is not None and listed_names(home) is not None
+    above = _url_above(home)
     try:
         names = folders_next_to(home)
     except (CkptfixError, OSError):
@@ -40,12 +37,12 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     after = numbers[len(before) :]
     for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
         is_earlier = number < own and is_one_of_several(name)
-        if store is None:
+        if store_of(home) is None:
             yield name, is_earlier, home.parent / name
             continue
         from ckptfix.storage.images import image_of, made, release
 
-        if is_listed:
+        if above is None:
             with made(home.parent / name) as folder:
                 yield name, is_earlier, folder
             continue

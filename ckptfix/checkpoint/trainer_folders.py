@@ -67,13 +67,9 @@ def trainer_problem(checkpoint: Path) -> str | None:
         raise FileNotFoundError(TRAINER_STATE)
     if problem := trainer_progress(checkpoint, complete=True).problem:
         return f"{TRAINER_STATE}: {problem}"
-    if (
-        _SCHEDULER in names
-        and not names & {_OPTIMIZER, "optimizer.bin"}
-        and not any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
-    ):
-        return NO_OPTIMIZER
     has_folders = any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
+    if _SCHEDULER in names and not names & {_OPTIMIZER, "optimizer.bin"} and not has_folders:
+        return NO_OPTIMIZER
     if hidden := hidden_weights(names, has_folders=has_folders):
         return f"no {hidden.wanted}: the Trainer does not look for {hidden.name!r}"
     return None

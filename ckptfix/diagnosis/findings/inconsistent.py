@@ -171,12 +171,16 @@ class MismatchedMoments(Finding):
     expected: Shape
 
     def __str__(self) -> str:
-        more = len(self.parameters) - 1
-        others = f"; {count_of(more, 'parameter')} more" if more else ""
         return (
             f"{self.path}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} (expected "
-            f"{list(self.expected)}, as its weights have{others})"
+            f"{list(self.expected)}, as its weights have{self._others})"
         )
+
+    @property
+    def _others(self) -> str:
+        """The number of the other parameters, in words after a sentence about the first one."""
+        more = len(self.parameters) - 1
+        return f"; {count_of(more, 'parameter')} more" if more else ""
 
     @property
     def advice(self) -> str:
@@ -197,12 +201,10 @@ class ContradictoryMoments(MismatchedMoments):
     like: str = ""
 
     def __str__(self) -> str:
-        more = len(self.parameters) - 1
-        others = f"; {count_of(more, 'parameter')} more" if more else ""
         expected = f"{list(self.expected)}, as its {self.like!r} has" if self.like else "a single number"
         return (
             f"{self.path}: {self.state!r} of {_parameters(self.parameters[:1])} has shape {list(self.shape)} "
-            f"(expected {expected}{others})"
+            f"(expected {expected}{self._others})"
         )
 
     @property
@@ -224,11 +226,9 @@ class RoundedMoments(MismatchedMoments):
     dtype: str
 
     def __str__(self) -> str:
-        more = len(self.parameters) - 1
-        others = f"; {count_of(more, 'parameter')} more" if more else ""
         return (
             f"{self.path}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype {self.dtype} (expected "
-            f"floating point numbers{others})"
+            f"floating point numbers{self._others})"
         )
 
     @property
@@ -347,9 +347,12 @@ class MissingMoments(Finding):
     parameters: int
 
     def __str__(self) -> str:
+        return self._without("moments")
+
+    def _without(self, what: str) -> str:
         many = f"{len(self.names)} of {count_of(self.parameters, 'parameter')}"
         have = "has" if len(self.names) == 1 else "have"
-        return f"{self.path}: {many} {have} no moments: {_listed(self.names)}"
+        return f"{self.path}: {many} {have} no {what}: {_listed(self.names)}"
 
     @property
     def advice(self) -> str:
@@ -366,9 +369,7 @@ class LackingMoments(MissingMoments):
     states: tuple[str, ...]
 
     def __str__(self) -> str:
-        many = f"{len(self.names)} of {count_of(self.parameters, 'parameter')}"
-        have = "has" if len(self.names) == 1 else "have"
-        return f"{self.path}: {many} {have} no usable {list_names(self.states)}: {_listed(self.names)}"
+        return self._without(f"usable {list_names(self.states)}")
 
     @property
     def advice(self) -> str:
