@@ -332,6 +332,13 @@ def test_laws_of_a_folder_of_torch_files(
     policy=POLICIES,
     pick=st.integers(0, 10),
 )
+# Rolled back after a link was moved: its second name in the journal leads nowhere.
+@example(
+    files={"model_1.safetensors": {}, "model-00001-of-00002.safetensors": {"fc": b"1"}},
+    link="symbolic",
+    policy=Policy(allow=frozenset(["entry-gap"])),
+    pick=1,
+)
 def test_another_name_of_a_file_keeps_its_bytes(
     files: dict[str, Tensors], link: str, policy: Policy, pick: int
 ) -> None:

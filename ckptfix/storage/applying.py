@@ -500,7 +500,8 @@ def _is_second_name(moved: Path, path: Path, old: Fingerprint | None) -> bool:
     held, at = fingerprint(moved), fingerprint(path)
     if held is None or at is None:
         return False
-    if os.path.samefile(moved, path):
+    # Not samefile(): it follows a link, and one that points to a neighbour leads nowhere from within the journal.
+    if os.path.samestat(os.lstat(moved), os.lstat(path)):
         return True
     was_replaced = old is not None and held.mtime_ns == old.mtime_ns != at.mtime_ns
     return not was_replaced and held.same_content(at) and samples_digest(moved) == samples_digest(path)

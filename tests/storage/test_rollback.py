@@ -227,6 +227,20 @@ def test_a_copy_of_a_killed_run_goes_back_without_links(root: Path, keeps_times:
     assert snapshot(copy, times=False) == old
 
 
+@pytest.mark.parametrize("target", ["other", "../blob", "nowhere"])
+def test_a_moved_link_goes_back_and_forth(root: Path, target: str) -> None:
+    """From within the journal, where its second name lies, a relative link leads nowhere."""
+    (root.parent / "blob").write_bytes(b"weights")
+    (root / "link").symlink_to(target)
+    old = snapshot(root, times=False)
+    killed(root, Move(source=P("link"), target=P("new")))
+    run_recovery(root)
+    assert snapshot(root, times=False) == old
+    do(root, (Move(source=P("link"), target=P("new")),))
+    assert (root / "new").readlink() == Path(target)
+    assert not os.path.lexists(root / "link")
+
+
 def test_a_moved_file_has_one_name_after_the_commit(root: Path) -> None:
     do(root, (Move(source=P("model"), target=P("new")),))
     assert (root / "new").stat().st_nlink == 1
