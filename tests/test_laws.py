@@ -153,6 +153,18 @@ def write(root: Path, files: Mapping[str, Tensors], *, is_save_state: bool) -> N
 
 @RELAXED
 @given(files=folders().filter(bool), policy=POLICIES, is_save_state=st.booleans())
+# Without wrappers in the first file, those of the shard that is left alone count as nested.
+@example(
+    files={
+        "model.safetensors": {"fc.a": b"", "fc._orig_mod.b": b""},
+        "model-00001-of-00002.safetensors": {
+            f"{2 * '_checkpoint_wrapped_module.'}_fsdp_wrapped_module.fc.{name}": b""
+            for name in ("a", "_orig_mod.b")
+        },
+    },
+    policy=Policy(keys=Keys.BARE),
+    is_save_state=False,
+)
 def test_laws_of_a_folder(files: dict[str, Tensors], policy: Policy, is_save_state: bool) -> None:
     with scratch() as root:
         write(root, files, is_save_state=is_save_state)

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.duplicates import DoubledModel, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -229,7 +229,12 @@ def _prove_no_new_finding(
 
 
 def _kind(finding: Finding) -> type:
-    """Return the class from which the findings of one kind derive, also those of another severity."""
+    """Return the class from which the findings of one kind derive, also those of another severity.
+
+    Findings about the wrappers of a file are one kind: which of them it has depends on the names in other files.
+    """
+    if isinstance(finding, NestedPrefix | WrapperPrefix):
+        return NestedPrefix
     return next(kind for kind in type(finding).__mro__ if Finding in kind.__bases__)
 
 
