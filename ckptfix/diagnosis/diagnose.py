@@ -24,7 +24,6 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_files,
     diagnose_rank_files,
     diagnose_shards,
-    diagnose_wrong_states,
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
@@ -43,6 +42,7 @@ from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
+from ckptfix.diagnosis.wrong_states import diagnose_wrong_states
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests

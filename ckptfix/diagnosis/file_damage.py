@@ -1,4 +1,4 @@
-"""Damage in single files, in the shards of a model, in DeepSpeed folders, and states under wrong names.
+"""Damage in single files, in the shards of a model, and in DeepSpeed folders.
 
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
@@ -22,7 +22,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_rank_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -32,15 +32,6 @@ from ckptfix.checkpoint.folder import (
     scan_folder,
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
-from ckptfix.checkpoint.state_contents import (
-    NO_TENSORS,
-    Content,
-    content_of,
-    holds_no_tensor,
-    is_weights_file,
-    state_problem,
-)
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -60,7 +51,6 @@ from ckptfix.diagnosis.findings.damaged import (
     UnsafePickle,
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
-from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.errors import OperationError
 from ckptfix.formats.pickle_globals import (
     SAFE_IN_FSDP,
@@ -585,107 +575,3 @@ def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[Pure
         return where / missing.removeprefix(f"{root / where}/"), why
     about = where if where.parts else files[0]
     return about, text.removeprefix(f"{root / where}: ")
-
-
-_EFFECTS = {
-    Content.OPTIMIZER: "the load fails",
-    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
-    Content.GRAD_SCALER: "the load fails in a run with fp16",
-    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
-    Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
-    Content.SAMPLER: "the data loader cannot use it",
-    Content.DATALOADER: "the data loader cannot use it",
-    Content.MODEL: "from_pretrained and the Trainer fail, or leave the weights random without an error",
-}
-"""Consequences of a wrong content for a load, by the content that the name of the file promises."""
-
-_EFFECTS_ON_TORCH = _EFFECTS | {
-    Content.OPTIMIZER: "torch's optimizers cannot load it",
-    Content.SCHEDULER: "torch's schedulers cannot load it",
-}
-"""Consequences of an unknown content, which a class of the script may read."""
-
-
-def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | UnknownState]:
-    """Yield the files of a folder that hold something else than their names promise."""
-    files = {one.path: one.content for one in folder.components if isinstance(one.content, TorchFile)}
-    names = {one.path: one.name for one in folder.components}
-    judged = {path: state_problem(names[path], file) for path, file in files.items()}
-    problems = {path: problem for path, problem in judged.items() if problem is not None}
-    problems |= dict.fromkeys(_without_tensors(folder), NO_TENSORS)
-    if not problems:
-        return
-    contents = {path: content_of(file) for path, file in files.items()}
-    is_pretrained_model = _is_pretrained(folder)
-    # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
-    is_of_library = (
-        bool(folder.ranks)
-        or PurePosixPath(TRAINER_STATE) in folder.strays
-        or any(one.name.is_of_trainer and one.role is Role.RNG_STATE for one in folder.components)
-    )
-    for path, problem in problems.items():
-        # The right state is where this one belongs. The file of a custom object may rightly hold anything.
-        partners = [
-            (names[other].index != names[path].index, str(other))
-            for other, content in contents.items()
-            if content is problem.expected
-            and (
-                (other in problems and problems[other].expected is problem.content)
-                or (
-                    names[other].role is Role.CUSTOM
-                    and (problem.content is None or content is Content.RANDOM_STATES)
-                    # A custom object is often a module: its weights prove no exchange.
-                    and content is not Content.MODEL
-                )
-            )
-        ]
-        exchanged_with = min(partners)[1] if partners else ""
-        is_known = problem.content is not None
-        is_judged = (
-            problem is NO_TENSORS
-            or (is_of_library and problem.expected is not Content.GRAD_SCALER)
-            or (is_pretrained_model and problem.expected is Content.MODEL)
-        )
-        is_of_save_state = problem.expected is Content.MODEL and folder.is_save_state
-        effects = _EFFECTS if is_known else _EFFECTS_ON_TORCH
-        effect = "load_state fails" if is_of_save_state else effects[problem.expected]
-        if is_known or exchanged_with or is_judged:
-            yield (WrongState if is_known else UnknownState)(
-                path=path,
-                holds=problem.holds,
-                expected=problem.expected.value,
-                effect=effect,
-                exchanged_with=exchanged_with,
-                remedy=problem.remedy,
-            )
-
-
-def _is_pretrained(folder: CheckpointFolder) -> bool:
-    configs = {PurePosixPath(CONFIG), PurePosixPath(ADAPTER)}
-    return not configs.isdisjoint(folder.strays) and is_pretrained(folder.root)
-
-
-def _without_tensors(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
-    """Yield the weights files without a tensor of models that surely have one.
-
-    ``save_state`` leaves such a file for a module without parameters, such as a loss. The models of the Trainer and of
-    ``from_pretrained`` have weights, and so has one that is stored in other files, too.
-    """
-    empty = [
-        one
-        for one in folder.components
-        if isinstance(one.content, SafetensorsFile | TorchFile)
-        and is_weights_file(one.name)
-        and one.name.shard is None
-        and holds_no_tensor(one.content)
-    ]
-    if not empty:
-        return
-    has_weights = PurePosixPath(TRAINER_STATE) in folder.strays or _is_pretrained(folder)
-    for component in empty:
-        is_stored_elsewhere = any(
-            one.tensors and (one.name.model, one.name.index) == (component.name.model, component.name.index)
-            for one in folder.components
-        )
-        if has_weights or is_stored_elsewhere:
-            yield component.path
