@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import (
-    UNIVERSAL,
     MissingRankError,
     OtherKindError,
     deepspeed_folders,
@@ -22,7 +21,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_rank_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, Role
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -44,23 +43,12 @@ from ckptfix.diagnosis.findings.damaged import (
     NotATensorFile,
     StaleShard,
     TrailingBytes,
-    TrainerPickle,
     TruncatedFile,
     UncheckedFile,
-    UnloadablePickle,
-    UnsafePickle,
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import OperationError
-from ckptfix.formats.pickle_globals import (
-    SAFE_IN_FSDP,
-    GlobalSafety,
-    can_be_allowed,
-    classify,
-    refused_arrays,
-    safe_globals_line,
-    unsafe_globals,
-)
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
@@ -70,20 +58,6 @@ from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
-
-_TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
-"""Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57).
-
-It loads the first with a list of allowed classes; the second is read only by explicit request.
-"""
-
-CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER)
-"""Roles whose intact files may hold custom classes.
-
-Accelerate pickles the sampler object, which ``load_state`` of 1.15 never reads (it asks for the sampler of an iterable
-dataset), and loads custom objects with ``weights_only=False``.
-"""
-
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
@@ -120,7 +94,7 @@ def diagnose_files(
         elif isinstance(component.content, SafetensorsFile):
             findings += _safetensors(component, component.content)
         elif isinstance(component.content, TorchFile):
-            findings += _pickle(component, component.content, is_plain_model=is_plain_model)
+            findings += diagnose_pickle(component, component.content, is_plain_model=is_plain_model)
             findings += _torch(component, component.content, crcs[component.path])
     return findings
 
@@ -265,68 +239,6 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
         tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
         findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
     return findings
-
-
-def _pickle(component: Component, file: TorchFile, *, is_plain_model: bool) -> list[Finding]:
-    """Find what ``weights_only`` refuses. ``is_plain_model``: no state of accelerate is next to the weights."""
-    role, is_of_trainer = component.role, component.name.is_of_trainer
-    unsafe = unsafe_globals(file.tree)
-    if unsafe:
-        return [
-            UnsafePickle(path=component.path, globals=tuple(f"{module}.{name}" for module, name in unsafe))
-        ]
-    unknown: list[tuple[str, str]] = []
-    of_numpy: list[tuple[str, str]] = []
-    is_deepspeed = is_deepspeed_file(component.path.name) or component.path.parent.name == str(UNIVERSAL)
-    is_of_fsdp = parse_rank_file_name(component.path.name) is not None
-    for module, name in file.tree.globals:
-        match classify(module, name):
-            case GlobalSafety.UNKNOWN | GlobalSafety.UNSAFE:
-                # DeepSpeed loads its files without a list, and FSDP adds its classes to torch's.
-                is_own = is_deepspeed and module.startswith("deepspeed.")
-                if not is_own and not (is_of_fsdp and (module, name) in SAFE_IN_FSDP):
-                    unknown.append((module, name))
-            case GlobalSafety.SAFE_IN_RNG_STATE:
-                of_numpy.append((module, name))
-            case GlobalSafety.SAFE:
-                pass
-    # Nobody can allow ``getattr`` and its like for torch, and only custom objects are loaded without its list.
-    has_makers = any(classify(*pair) is GlobalSafety.UNSAFE for pair in unknown)
-    if role is Role.CUSTOM or (role in CUSTOM_CLASSES_ALLOWED and not has_makers):
-        return []
-    is_trainers_pickle = is_of_trainer and role in _TRAINERS_PICKLES
-    # accelerate allows these in the files that it loads itself, but for those of FSDP's ranks.
-    is_listed = role is not Role.UNKNOWN and not is_of_fsdp and not (role is Role.MODEL and is_plain_model)
-    arrays: dict[str, str] = {}
-    # The guarded Accelerator reads its own run states, with every dtype.
-    if (
-        of_numpy
-        and is_listed
-        and role is not Role.RUN_STATE
-        and (not is_of_trainer or role is Role.RNG_STATE)
-    ):
-        arrays = refused_arrays(file.tree)
-    if arrays or not is_listed or is_of_trainer:
-        unknown = [pair for pair in file.tree.globals if pair in unknown or pair in of_numpy]
-    opcodes = file.tree.refused_opcodes
-    is_plain = file.container is None and role not in CUSTOM_CLASSES_ALLOWED
-    if not (unknown or opcodes or is_plain):
-        return []
-    names = tuple(f"{module}.{name}" for module, name in unknown)
-    is_refused = is_plain or arrays or (has_makers and role is Role.RNG_STATE)
-    if is_trainers_pickle and not is_refused:
-        return [TrainerPickle(path=component.path, globals=names or opcodes)]
-    helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
-    return [
-        UnloadablePickle(
-            path=component.path,
-            globals=names,
-            opcodes=opcodes,
-            plain=is_plain,
-            remedy=safe_globals_line(unknown) if helps else "",
-            arrays=arrays,
-        )
-    ]
 
 
 def diagnose_shards(groups: Iterable[ModelFiles]) -> list[Finding]:

@@ -9,9 +9,10 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.file_damage import CUSTOM_CLASSES_ALLOWED, diagnose_files
+from ckptfix.diagnosis.file_damage import diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
+from ckptfix.diagnosis.pickle_loaders import CUSTOM_CLASSES_ALLOWED
 from ckptfix.diagnosis.target import ensure_checkpoint, find_target
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_globals import GlobalSafety, classify, safe_globals_line

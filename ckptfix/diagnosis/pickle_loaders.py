@@ -1,0 +1,160 @@
+"""What the loader of each pickle reads beyond torch's ``weights_only`` list, and the files that it refuses."""
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+
+from ckptfix.checkpoint.deepspeed_files import UNIVERSAL, is_deepspeed_file
+from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
+from ckptfix.checkpoint.folder import Component
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import TrainerPickle, UnloadablePickle, UnsafePickle
+from ckptfix.formats.pickle_globals import (
+    SAFE_IN_FSDP,
+    GlobalSafety,
+    can_be_allowed,
+    classify,
+    refused_arrays,
+    safe_globals_line,
+    unsafe_globals,
+)
+from ckptfix.formats.torch_file import TorchFile
+
+
+class _Arrays(Enum):
+    """The numpy arrays that a loader reads, by their dtypes."""
+
+    NONE = "none"
+    UINT32 = "uint32 alone, as the states of numpy's generator need"
+    EVERY = "every dtype"
+
+
+class _Objects(Enum):
+    """The objects that a loader makes."""
+
+    LISTED = "of the classes on its list"
+    OF_CLASSES = "of every class, and nothing made by getattr or its like"
+    EVERY = "everything: weights_only=False"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loader:
+    """What a loader reads beyond the globals on torch's ``weights_only`` list.
+
+    ``globals``, ``package``: single ones, and all of a package. ``is_plain_read``: whether a pickle outside of the
+    containers of ``torch.save`` is nobody's problem. ``has_note``: the library pickles its own classes here, so that
+    what plain ``torch.load`` refuses is worth a note.
+    """
+
+    arrays: _Arrays = _Arrays.NONE
+    objects: _Objects = _Objects.LISTED
+    globals: frozenset[tuple[str, str]] = frozenset()
+    package: str = ""
+    is_plain_read: bool = False
+    has_note: bool = False
+
+
+# torch 2.13, _weights_only_unpickler.py. Weights without states of accelerate next to them, and files of scripts.
+_TORCH = _Loader()
+
+# accelerate 1.15, utils/other.py: load() adds ndarray, dtype, _reconstruct and the dtype of uint32.
+_ACCELERATE = _Loader(arrays=_Arrays.UINT32)
+
+# accelerate 1.15, utils/fsdp_utils.py: torch.load(weights_only=True). torch 2.13 adds classes as FSDP2 is imported.
+_FSDP_RANK = _Loader(globals=SAFE_IN_FSDP)
+
+# deepspeed 0.18, torch_checkpoint_engine.py: torch.load(weights_only=False). Its own classes are no problem.
+_DEEPSPEED = _Loader(package="deepspeed.")
+
+_OF_ACCELERATE: Mapping[Role, _Loader] = {
+    Role.MODEL: _ACCELERATE,
+    Role.OPTIMIZER: _ACCELERATE,
+    Role.SCHEDULER: _ACCELERATE,
+    Role.DATALOADER: _ACCELERATE,
+    Role.GRAD_SCALER: _ACCELERATE,
+    Role.RNG_STATE: _ACCELERATE,
+    # accelerate 1.15, checkpointing.py: save() pickles the sampler object, and load_state() never reads the file,
+    # because it asks for the sampler of an iterable dataset.
+    Role.SAMPLER: _Loader(arrays=_Arrays.UINT32, objects=_Objects.OF_CLASSES, is_plain_read=True),
+    # accelerate 1.15, checkpointing.py: load_custom_state() sets weights_only=False.
+    Role.CUSTOM: _Loader(objects=_Objects.EVERY, is_plain_read=True),
+    # The guarded Accelerator reads its own files, with every dtype.
+    Role.RUN_STATE: _Loader(arrays=_Arrays.EVERY),
+}
+
+_OF_TRAINER: Mapping[Role, _Loader] = {
+    # transformers 5.23, trainer.py: torch.load(weights_only=True).
+    Role.OPTIMIZER: _TORCH,
+    Role.SCHEDULER: _TORCH,
+    # transformers 5.23, trainer_pt_utils.py: safe_globals() adds what accelerate's load() adds.
+    Role.RNG_STATE: _Loader(arrays=_Arrays.UINT32, objects=_Objects.OF_CLASSES, has_note=True),
+    # transformers 5.23, trainer.py: _save() pickles the object; only scripts read it, with weights_only=False.
+    Role.TRAINING_ARGUMENTS: _Loader(objects=_Objects.EVERY, has_note=True),
+}
+
+CUSTOM_CLASSES_ALLOWED = tuple(
+    role for role, loader in _OF_ACCELERATE.items() if loader.objects is not _Objects.LISTED
+)
+"""Roles whose intact files may hold custom classes."""
+
+
+def _loader_of(component: Component, *, is_plain_model: bool) -> _Loader:
+    name = component.path.name
+    if is_deepspeed_file(name) or component.path.parent.name == str(UNIVERSAL):
+        return _DEEPSPEED
+    if parse_rank_file_name(name) is not None:
+        return _FSDP_RANK
+    if component.name.is_of_trainer:
+        return _OF_TRAINER[component.role]
+    if component.role is Role.MODEL and is_plain_model:
+        return _TORCH
+    return _OF_ACCELERATE.get(component.role, _TORCH)
+
+
+def diagnose_pickle(component: Component, file: TorchFile, *, is_plain_model: bool) -> list[Finding]:
+    """Find what the loader of a file refuses. ``is_plain_model``: no state of accelerate is next to the weights."""
+    tree = file.tree
+    unsafe = unsafe_globals(tree)
+    if unsafe:
+        return [UnsafePickle(path=component.path, globals=_dotted(unsafe))]
+    loader = _loader_of(component, is_plain_model=is_plain_model)
+    safety = {pair: classify(*pair) for pair in tree.globals}
+    # ``getattr`` and its like are left, which this pickle stores and never calls. Nobody can allow them for torch.
+    has_makers = GlobalSafety.UNSAFE in safety.values()
+    reads_objects = loader.objects is _Objects.EVERY or (
+        loader.objects is _Objects.OF_CLASSES and not has_makers
+    )
+    if reads_objects and not loader.has_note:
+        return []
+    arrays = refused_arrays(tree) if loader.arrays is _Arrays.UINT32 else {}
+    # A note lists what plain ``torch.load`` refuses, and so does a finding about arrays.
+    reads_numpy = loader.arrays is not _Arrays.NONE and not arrays and not loader.has_note
+    refused = [
+        (module, name)
+        for (module, name), level in safety.items()
+        if level is not GlobalSafety.SAFE
+        and not (level is GlobalSafety.SAFE_IN_RNG_STATE and reads_numpy)
+        and (module, name) not in loader.globals
+        and not (loader.package and module.startswith(loader.package))
+    ]
+    opcodes = tree.refused_opcodes
+    is_plain = file.container is None and not loader.is_plain_read
+    if not (refused or opcodes or is_plain):
+        return []
+    if reads_objects and not (is_plain or arrays):
+        return [TrainerPickle(path=component.path, globals=_dotted(refused) or opcodes)]
+    is_allowable = not (opcodes or is_plain) and all(can_be_allowed(*pair) for pair in refused)
+    return [
+        UnloadablePickle(
+            path=component.path,
+            globals=_dotted(refused),
+            opcodes=opcodes,
+            plain=is_plain,
+            remedy=safe_globals_line(refused) if is_allowable else "",
+            arrays=arrays,
+        )
+    ]
+
+
+def _dotted(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for module, name in pairs)
