@@ -41,7 +41,7 @@ class _Objects(Enum):
 class _Loader:
     """What a loader reads beyond the globals on torch's ``weights_only`` list.
 
-    ``globals``, ``package``: single ones, and all of a package. ``is_plain_read``: whether a pickle outside of the
+    ``globals``, ``packages``: single ones, and all of a package. ``is_plain_read``: whether a pickle outside of the
     containers of ``torch.save`` is nobody's problem. ``has_note``: the library pickles its own classes here, so that
     what plain ``torch.load`` refuses is worth a note.
     """
@@ -49,7 +49,7 @@ class _Loader:
     arrays: _Arrays = _Arrays.NONE
     objects: _Objects = _Objects.LISTED
     globals: frozenset[tuple[str, str]] = frozenset()
-    package: str = ""
+    packages: tuple[str, ...] = ()
     is_plain_read: bool = False
     has_note: bool = False
 
@@ -64,7 +64,7 @@ _ACCELERATE = _Loader(arrays=_Arrays.UINT32)
 _FSDP_RANK = _Loader(globals=SAFE_IN_FSDP)
 
 # deepspeed 0.18, torch_checkpoint_engine.py: torch.load(weights_only=False). Its own classes are no problem.
-_DEEPSPEED = _Loader(package="deepspeed.")
+_DEEPSPEED = _Loader(packages=("deepspeed.",))
 
 _OF_ACCELERATE: Mapping[Role, _Loader] = {
     Role.MODEL: _ACCELERATE,
@@ -76,8 +76,9 @@ _OF_ACCELERATE: Mapping[Role, _Loader] = {
     # accelerate 1.15, checkpointing.py: save() pickles the sampler object, and load_state() never reads the file,
     # because it asks for the sampler of an iterable dataset.
     Role.SAMPLER: _Loader(arrays=_Arrays.UINT32, objects=_Objects.OF_CLASSES, is_plain_read=True),
-    # accelerate 1.15, checkpointing.py: load_custom_state() sets weights_only=False.
-    Role.CUSTOM: _Loader(objects=_Objects.EVERY, is_plain_read=True),
+    # accelerate 1.15, checkpointing.py: load_custom_state() sets weights_only=False. torch.load refuses plain pickles
+    # with "Invalid magic number" all the same.
+    Role.CUSTOM: _Loader(objects=_Objects.EVERY),
     # The guarded Accelerator reads its own files, with every dtype.
     Role.RUN_STATE: _Loader(arrays=_Arrays.EVERY),
 }
@@ -87,7 +88,7 @@ _OF_TRAINER: Mapping[Role, _Loader] = {
     Role.OPTIMIZER: _TORCH,
     Role.SCHEDULER: _TORCH,
     # transformers 5.23, trainer_pt_utils.py: safe_globals() adds what accelerate's load() adds.
-    Role.RNG_STATE: _Loader(arrays=_Arrays.UINT32, objects=_Objects.OF_CLASSES, has_note=True),
+    Role.RNG_STATE: _Loader(arrays=_Arrays.UINT32, has_note=True),
     # transformers 5.23, trainer.py: _save() pickles the object; only scripts read it, with weights_only=False.
     Role.TRAINING_ARGUMENTS: _Loader(objects=_Objects.EVERY, has_note=True),
 }
@@ -118,31 +119,29 @@ def diagnose_pickle(component: Component, file: TorchFile, *, is_plain_model: bo
     if unsafe:
         return [UnsafePickle(path=component.path, globals=_dotted(unsafe))]
     loader = _loader_of(component, is_plain_model=is_plain_model)
-    safety = {pair: classify(*pair) for pair in tree.globals}
+    levels = {pair: classify(*pair) for pair in tree.globals}
+    beyond_torch = [pair for pair, level in levels.items() if level is not GlobalSafety.SAFE]
     # ``getattr`` and its like are left, which this pickle stores and never calls. Nobody can allow them for torch.
-    has_makers = GlobalSafety.UNSAFE in safety.values()
+    has_makers = GlobalSafety.UNSAFE in levels.values()
     reads_objects = loader.objects is _Objects.EVERY or (
         loader.objects is _Objects.OF_CLASSES and not has_makers
     )
-    if reads_objects and not loader.has_note:
-        return []
-    arrays = refused_arrays(tree) if loader.arrays is _Arrays.UINT32 else {}
-    # A note lists what plain ``torch.load`` refuses, and so does a finding about arrays.
-    reads_numpy = loader.arrays is not _Arrays.NONE and not arrays and not loader.has_note
+    arrays = refused_arrays(tree) if loader.arrays is _Arrays.UINT32 and not reads_objects else {}
+    # The advice about arrays names all that torch needs for them.
+    reads_numpy = loader.arrays is not _Arrays.NONE and not arrays
     refused = [
         (module, name)
-        for (module, name), level in safety.items()
-        if level is not GlobalSafety.SAFE
-        and not (level is GlobalSafety.SAFE_IN_RNG_STATE and reads_numpy)
+        for module, name in beyond_torch
+        if not reads_objects
+        and not (reads_numpy and levels[module, name] is GlobalSafety.SAFE_IN_RNG_STATE)
+        and not module.startswith(loader.packages)
         and (module, name) not in loader.globals
-        and not (loader.package and module.startswith(loader.package))
     ]
-    opcodes = tree.refused_opcodes
+    opcodes = () if reads_objects else tree.refused_opcodes
     is_plain = file.container is None and not loader.is_plain_read
     if not (refused or opcodes or is_plain):
-        return []
-    if reads_objects and not (is_plain or arrays):
-        return [TrainerPickle(path=component.path, globals=_dotted(refused) or opcodes)]
+        listed = _dotted(beyond_torch) or tree.refused_opcodes
+        return [TrainerPickle(path=component.path, globals=listed)] if loader.has_note and listed else []
     is_allowable = not (opcodes or is_plain) and all(can_be_allowed(*pair) for pair in refused)
     return [
         UnloadablePickle(

@@ -247,3 +247,25 @@ def test_random_states_of_the_trainer_with_a_nested_class_are_refused(tmp_path: 
     with safe_globals(), pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "rng_state.pth", weights_only=True)
     assert "unloadable-pickle" in [finding.code for finding in check(tmp_path).findings]
+
+
+@pytest.mark.parametrize("value", [frozenset((1,)), collections.deque((1,))], ids=["frozenset", "deque"])
+def test_random_states_of_the_trainer_with_another_class_are_refused(value: object, tmp_path: Path) -> None:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    torch.save({**states, "extra": value}, tmp_path / "rng_state.pth")
+    with safe_globals(), pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "rng_state.pth", weights_only=True)
+    codes = [finding.code for finding in check(tmp_path).findings]
+    assert "unloadable-pickle" in codes
+    assert "trainer-pickle" not in codes
+
+
+def test_a_custom_object_in_a_plain_pickle_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(History({}))
+    accelerator.save_state(str(tmp_path))
+    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps({"a": 1}, 2))
+    with pytest.raises(RuntimeError, match="Invalid magic number"):
+        accelerator.load_state(str(tmp_path))
+    assert [finding.code for finding in check(tmp_path).findings] == ["unloadable-pickle"]
