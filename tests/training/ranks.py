@@ -6,8 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+from torch.distributed import TCPStore
+
 _NOTICE = 2.0
 """Seconds in which the others notice that a process has ended with an error."""
+
+_DIGITS = 5
+"""Length of the number of a port, as the ranks are told it."""
 
 _LONGEST = 20
 """Times its patience that a run may take, however busy its processes are."""
@@ -20,12 +26,14 @@ def meeting_point() -> Iterator[dict[str, str]]:
     The port is this process's from the start. A port that is looked up, and opened by rank 0 much later, is another
     process's by then now and then: gloo takes thousands of them in a run of all tests.
     """
-    from torch.distributed import TCPStore
-
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {
+    yield _variables(store.port)
+
+
+def _variables(port: int) -> dict[str, str]:
+    return {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
@@ -37,8 +45,7 @@ def _forget_the_test() -> None:
     An earlier test may have made a run of one. And OpenMP's threads are not forked: where the test's process has used
     several, even for one large product, the first large one in a rank would wait for them for ever.
     """
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    torch.set_num_threads(1)
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 
@@ -52,42 +59,54 @@ def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0
     When one is killed, the others get two seconds to notice; who still waits then is killed as torchrun would.
     ``patience``: seconds in which none of them computes (20 times that in all), after which all are killed.
     """
+    ports, told = os.pipe()
+    pids = [_fork(rank, count, work, (ports, told)) for rank in range(count)]
     with meeting_point() as variables:
-        return _run_ranks(count, work, variables, patience)
+        os.write(told, variables["MASTER_PORT"].rjust(_DIGITS).encode() * count)
+        os.close(ports)
+        os.close(told)
+        return _statuses(pids, patience)
 
 
-def _run_ranks(
-    count: int, work: Callable[[int], None], variables: dict[str, str], patience: float
-) -> list[int]:
-    pids = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.environ |= {
-                    **variables,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(count),
-                    "LOCAL_WORLD_SIZE": str(count),
-                    "ACCELERATE_USE_CPU": "true",
-                    "OMP_NUM_THREADS": "1",
-                }
-                _forget_the_test()
-                work(rank)
-                code = 0
-            except BaseException as error:
-                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
+def _fork(rank: int, count: int, work: Callable[[int], None], pipe: tuple[int, int]) -> int:
+    """Fork a rank, which reads the port of the store from a pipe before it works; return its process id.
+
+    The store must not be there yet. Its thread looks up the name of each rank that connects, and then holds a lock of
+    libc. A rank that was forked at that moment had the lock without its holder, and waited for it for ever.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        ports, told = pipe
+        os.close(told)
+        port = int(os.read(ports, _DIGITS))
+        os.environ |= {
+            **_variables(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+        }
+        _forget_the_test()
+        work(rank)
+        code = 0
+    except BaseException as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _statuses(pids: list[int], patience: float) -> list[int]:
     statuses: dict[int, int] = {}
     idle = _Idle(pids)
     end = time.monotonic() + _LONGEST * patience
-    while len(statuses) < count:
+    while len(statuses) < len(pids):
         for pid in pids:
             if pid not in statuses:
                 done, status = os.waitpid(pid, os.WNOHANG)

@@ -1,7 +1,9 @@
 """The forked ranks of the tests: none hangs for what the test's process did, and none is killed while it computes."""
 
+import os
 import time
 
+import pytest
 import torch
 
 from tests.training.ranks import run_ranks
@@ -20,6 +22,20 @@ def test_ranks_compute_when_the_test_has_used_several_threads() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_ranks_are_forked_before_the_thread_of_their_store_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a lock of libc while it looks up a name: a rank forked then waited for that lock for ever."""
+    fork, threads = os.fork, set(os.listdir("/proc/self/task"))
+    started: list[set[str]] = []
+
+    def look() -> int:
+        started.append(set(os.listdir("/proc/self/task")) - threads)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", look)
+    assert run_ranks(3, lambda rank: torch.distributed.init_process_group("gloo")) == [0, 0, 0]
+    assert started == [set(), set(), set()]
 
 
 def test_a_rank_that_waits_in_vain_is_killed_and_one_that_computes_is_not() -> None:
