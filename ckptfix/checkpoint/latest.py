@@ -22,10 +22,10 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
     random_states_name,
 )
-from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import may_hold_weights, without_weights
-from ckptfix.checkpoint.state_contents import state_problem
+from ckptfix.checkpoint.state_contents import holds_no_tensor, is_weights_file, state_problem
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
@@ -399,7 +399,32 @@ def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
     folder = scan_folder(checkpoint, wanted=_is_loaded_whole)
     for config, model in without_weights(checkpoint, folder.subfolders, names):
         return f"{config.parent}/ has no weights, and its {config.name} is of {model}"
-    return next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
+    problem = next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
+    return problem or (_unloadable_weights(folder) if folder.is_save_state else None)
+
+
+def _unloadable_weights(folder: CheckpointFolder) -> str | None:
+    """Return why ``load_state`` cannot load the weights of a ``save_state`` folder, None where it may.
+
+    It passes a file to ``Module.load_state_dict``, so that no class of a script can read another content. Of a model
+    with both files it reads ``model.safetensors`` alone (accelerate 1.15, ``checkpointing.py``).
+    """
+    weights = [one for one in folder.components if is_weights_file(one.name)]
+    for component in (one for one in weights if one.name.shard is None):
+        same_model = [
+            one for one in weights if one.name.index == component.name.index and one is not component
+        ]
+        is_safetensors = component.name.suffix == ".safetensors"
+        if not is_safetensors and any(one.name.suffix == ".safetensors" for one in same_model):
+            continue
+        content = component.content
+        if isinstance(content, TorchFile) and (wrong := state_problem(component.name, content)) is not None:
+            return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
+        # A module without parameters has an empty file, and only that one.
+        is_empty = isinstance(content, SafetensorsFile | TorchFile) and holds_no_tensor(content)
+        if is_empty and any(one.tensors for one in same_model):
+            return f"{component.path} holds no tensors, and other files have those of its model"
+    return None
 
 
 def _is_loaded_whole(name: FileName) -> bool:

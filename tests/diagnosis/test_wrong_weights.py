@@ -172,6 +172,34 @@ def test_latest_passes_over_weights_that_are_an_optimizer_or_without_numbers(tmp
             latest_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("content", sampled(list(CONTENTS)))
+def test_latest_passes_over_weights_that_load_state_refuses(content: str, tmp_path: Path) -> None:
+    older = saved_by_accelerate(tmp_path / "checkpoint_0")
+    root = saved_by_accelerate(tmp_path / "checkpoint_1")
+    state = torch.load(root / WEIGHTS)
+    torch.save(CONTENTS[content][0](state, root), root / WEIGHTS)
+    assert refusal(root)
+    with pytest.warns(UserWarning, match=r"pytorch_model.bin holds .*, not a model's weights"):
+        assert latest_checkpoint(tmp_path) == older
+    save_file(state, root / "model.safetensors")
+    if CONTENTS[content][1] == "a dict with a state dict under 'state_dict'":
+        assert not refusal(root)
+        assert latest_checkpoint(tmp_path) == root
+
+
+def test_latest_passes_over_a_file_without_tensors_that_hides_the_weights(tmp_path: Path) -> None:
+    older = saved_by_accelerate(tmp_path / "checkpoint_0")
+    root = saved_by_accelerate(tmp_path / "checkpoint_1")
+    save_file({}, root / "model.safetensors")
+    assert refusal(root)
+    with pytest.warns(UserWarning, match=r"model.safetensors holds no tensors, and other files have those"):
+        assert latest_checkpoint(tmp_path) == older
+    save_file(torch.load(root / WEIGHTS), root / "model.safetensors")
+    torch.save({}, root / WEIGHTS)
+    assert not refusal(root)
+    assert latest_checkpoint(tmp_path) == root
+
+
 # --- tensors without numbers ---------------------------------------------------------------------------------------
 
 
