@@ -41,6 +41,7 @@ from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, Identi
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
+from ckptfix.diagnosis.schedules import diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import diagnose_wrong_states
 from ckptfix.formats.torch_file import TorchFile
@@ -214,6 +215,8 @@ def diagnose(
         optimizers = tuple(saved_optimizers(folder, sharded))
         explained = frozenset(one.path for one in findings)
         findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
+        if folder.only is None:
+            findings += diagnose_schedules(folder, optimizers, damaged)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:
             findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)

@@ -158,6 +158,31 @@ class LackingGroups(InconsistentGroups):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedRates(InconsistentGroups):
+    """A scheduler with another number of base learning rates than the ``optimizer`` has param groups."""
+
+    rates: int
+    optimizer: str
+    param_groups: int
+
+    def __str__(self) -> str:
+        have = "has" if self.param_groups == 1 else "have"
+        return (
+            f"{self.path}: {count_of(self.rates, 'base learning rate')} (expected {self.param_groups}, as the param "
+            f"groups of {self.optimizer} {have})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring both files of one save together."""
+        return (
+            "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: copy optimizer and "
+            "scheduler of one save again. If the script adds a param group after it creates the scheduler, exchange "
+            "the two lines"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedMoments(Finding):
     """Moments of another shape than their parameter. ``shape``, ``expected``: those of the first parameter."""
 
