@@ -242,3 +242,35 @@ def test_weights_in_shards_are_read_by_their_index(
     assert (checkpoint / "model.safetensors.index.json").exists()
     assert is_resumed(checkpoint, saved[1])
     assert check(checkpoint).status == 0
+
+
+STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+def test_weights_alone_next_to_complete_checkpoints_are_a_warning(
+    saved: tuple[Path, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    """The Trainer resumes from them with a new optimizer and schedule, and reports nothing."""
+    run_ = Path(shutil.copytree(saved[0].parent, tmp_path / "run"))
+    for name in STATES:
+        (run_ / "checkpoint-2" / name).unlink()
+    trainer = trainer_in(tmp_path / "out")
+    trainer.train(resume_from_checkpoint=str(run_ / "checkpoint-2"))
+    assert (trainer.state.global_step, trainer.lr_scheduler.last_epoch) == (4, 2)
+    (finding,) = (one for one in check(run_ / "checkpoint-2").findings if one.severity.value == "warning")
+    assert str(finding) == (
+        "optimizer.pt, scheduler.pt, rng_state.pth are missing: 1 of 1 checkpoints next to it have them"
+    )
+    assert finding.advice == (
+        "the Trainer goes on with a new optimizer and learning rate and new random states, and says nothing; copy them "
+        "again, or resume from a complete checkpoint; ignore this if you keep it for its weights alone"
+    )
+
+
+def test_weights_alone_in_all_checkpoints_of_a_run_are_no_finding(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path / "run")
+    trainer.args.save_only_model = True
+    trainer.train()
+    for name in ("checkpoint-2", "checkpoint-4"):
+        assert not {*STATES}.intersection(path.name for path in (tmp_path / "run" / name).iterdir())
+        assert check(tmp_path / "run" / name).status == 0

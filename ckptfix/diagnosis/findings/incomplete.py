@@ -36,6 +36,10 @@ class MissingFile(Finding):
         return "copy the file again from where the checkpoint came, or use an older checkpoint"
 
 
+_OF_A_RUN = {"optimizer", "scheduler", "rng"}
+"""Beginnings of the Trainer's files that a checkpoint lacks whose states were deleted, or not saved."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteCheckpoint(Finding):
     """Missing states of a save, by its other files or by the checkpoints of the same run.
@@ -88,7 +92,11 @@ class IncompleteCheckpoint(Finding):
             )
         if self.of_trainer:
             copied = "it" if len(self.missing) == 1 else "them"
-            return f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete checkpoint"
+            kinds = {name.partition(".")[0].partition("_")[0] for name in self.missing}
+            ignore = "; ignore this if you keep it for its weights alone" if kinds == _OF_A_RUN else ""
+            return (
+                f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete checkpoint{ignore}"
+            )
         if all(name.startswith("random_states_") for name in self.missing):
             # accelerate catches the error and logs it (checkpointing.py:load_accelerator_state).
             return (
