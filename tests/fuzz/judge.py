@@ -32,6 +32,9 @@ _FULL = ("custom_checkpoint", "sampler", "dl_state_dict")
 _HARMLESS = ("numpy", "_codecs", "torch", "collections")
 """Packages whose names exchanged files may have: one changed by chance does not exist, or makes an array."""
 
+_BUILTINS = frozenset(("__builtin__", name) for name in ("bytearray", "complex", "set"))
+"""Classes of Python, by their names of protocol 2, that torch allows and an edited pickle can name."""
+
 
 _OF_PACKAGES = re.compile(r"(?:npu|mlu|musa|gcu|sdaa|ort)(?::[0-9]+)?")
 """Devices whose storages torch restores with another package."""
@@ -49,7 +52,7 @@ class _Pickles:
             def find_class(self, module: str, name: str) -> Any:
                 if known.is_learning:
                     known.names.add((module, name))
-                elif (module, name) not in known.names and module.partition(".")[0] not in _HARMLESS:
+                elif not known.allows(module, name):
                     raise pickle.UnpicklingError(f"the name {module}.{name} is not in the seed")
                 return super().find_class(module, name)
 
@@ -58,6 +61,11 @@ class _Pickles:
 
         self.module = types.ModuleType("pickle")
         self.module.__dict__.update({**vars(pickle), "Unpickler": Unpickler, "load": load})
+
+    def allows(self, module: str, name: str) -> bool:
+        """Return whether a name is in the seeds, or does no harm."""
+        is_known = (module, name) in self.names | _BUILTINS
+        return is_known or module.partition(".")[0] in _HARMLESS
 
 
 class Judge:
