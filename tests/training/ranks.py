@@ -122,9 +122,10 @@ def _statuses(pids: list[int], patience: float) -> list[int]:
 
 
 class _Idle:
-    """Seconds that processes have waited, without those in which they computed: on a busy machine that takes long.
+    """Seconds that processes have waited for each other.
 
-    A process that looks for others again and again computes less than ``_BUSY`` of the time.
+    Time in which they computed does not count, nor in which one could: on a busy machine a process waits long for a
+    processor or for a disk. One that looks for others again and again computes less than ``_BUSY`` of the time.
     """
 
     _BUSY = 0.02
@@ -139,18 +140,22 @@ class _Idle:
         now = time.monotonic()
         passed = now - self._looked_at
         if passed >= self._INTERVAL:
-            computed = sum(map(_computed, self._pids))
-            if computed - self._computed < self._BUSY * passed:
+            states, seconds = zip(*map(_state_and_seconds, self._pids), strict=True)
+            computed = sum(seconds)
+            if computed - self._computed < self._BUSY * passed and not {"R", "D"} & set(states):
                 self._seconds += passed
             self._looked_at, self._computed = now, computed
         return self._seconds
 
 
-def _computed(pid: int) -> float:
-    """Return the seconds of a processor that a process has used, 0 when it has ended."""
+def _state_and_seconds(pid: int) -> tuple[str, float]:
+    """Return the state of a process and the seconds of a processor that it has used, 0 when it has ended.
+
+    R: it runs, or waits for a processor. D: it waits for a disk.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return "", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
