@@ -20,7 +20,7 @@ from ckptfix.conversion.sources import Watch
 from ckptfix.conversion.streaming import NewFile
 from ckptfix.diagnosis.contents import Contents
 from ckptfix.errors import ChangedError
-from ckptfix.storage import uploads
+from ckptfix.storage import joined_team, uploads
 from ckptfix.storage.partial_results import PartialResults
 from ckptfix.training import rendezvous
 
@@ -80,6 +80,10 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
         add(self, *given, **options)
 
 
+if how == "error":
+    joined_team._LINGERS = (
+        3600.0  # the leader ends because the other rank says that it ends, not after some seconds
+    )
 if how == "error-in-files":
     begin = NewFile.begin
 

@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -398,13 +397,13 @@ def test_a_killed_rank_ends_all_and_the_next_run_goes_on(tmp_path: Path, rank: i
 @pytest.mark.parametrize("rank", one_of([0, 1]))
 def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank: int) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
-    begin = time.monotonic()
     two = ranks("seal", folder, strike=(rank, 2, "kill"), torch=True, CKPTFIX_TEAM_TIMEOUT="8")
     other = two[1 - rank]
-    assert time.monotonic() - begin < 40
     assert two[rank].returncode == -9
     assert other.returncode == 3
-    assert ("no sign of life" if rank else "connection to the other processes is lost") in other.stderr
+    assert (
+        "no sign of life for 8 s" if rank else "connection to the other processes is lost"
+    ) in other.stderr
     assert "the same command goes on from what was read" in other.stderr
     assert not (folder / MANIFEST).exists()
 
@@ -431,10 +430,9 @@ def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank: int) -> None:
+    """No rank waits until another counts as lost, which takes an hour here."""
     folder = checkpoint(tmp_path / "checkpoint")
-    begin = time.monotonic()
-    ended = ranks("seal", folder, strike=(rank, 2, "error"))
-    assert time.monotonic() - begin < 10
+    ended = ranks("seal", folder, strike=(rank, 2, "error"), CKPTFIX_TEAM_TIMEOUT="3600")
     assert [one.returncode for one in ended] == [3, 3]
     assert "Input/output error" in ended[0].stderr
     assert rank == 0 or "rank 1 (process" in ended[0].stderr

@@ -191,14 +191,15 @@ def test_the_units_may_come_in_another_order_in_each_process() -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_one_ends_all_within_seconds() -> None:
-    begin = time.monotonic()
+def test_an_error_of_one_ends_the_work_of_all() -> None:
+    done: list[int] = []
 
     def work(team: JoinedTeam) -> None:
         def each(number: int) -> int:
             if team.rank == 1:
                 raise OSError(5, "Input/output error", "model.safetensors")
             time.sleep(0.01)
+            done.append(number)
             return number
 
         try:
@@ -209,7 +210,7 @@ def test_an_error_of_one_ends_all_within_seconds() -> None:
         raise AssertionError("it went on")
 
     leader, failed, third = in_team(3, work)
-    assert time.monotonic() - begin < 5
+    assert len(done) < 10000, "of 13333: they went on"
     for error in (leader, failed, third):
         assert isinstance(error, TeamError)
         assert "rank 1 (process" in str(error)
@@ -297,9 +298,7 @@ def test_a_process_that_ends_without_the_others_does_not_let_them_wait(early: in
         team.agree(None)
         return "ended"
 
-    begin = time.monotonic()
     ended = in_team(2, work)
-    assert time.monotonic() - begin < 10
     assert isinstance(ended[1 - early], OperationError)
     assert f"sees another folder than rank {early} (" in str(ended[1 - early])
     assert "which has ended without it; next: mount one folder" in str(ended[1 - early])

@@ -270,7 +270,7 @@ def test_an_optimizer_of_another_model_has_no_assignment() -> None:
 def test_fifteen_thousand_parameters_take_seconds() -> None:
     parameters = llama(1666)
     assert len(parameters) > 14_990
-    begin = time.monotonic()
+    begin = time.process_time()
     assert assignments(decayed(parameters), parameters).count == 1
     every = [one for one in parameters if one.name != "model.layers.700.input_layernorm.weight"]
     assert assignments(decayed(every), parameters).count == 3333
@@ -285,7 +285,7 @@ def test_fifteen_thousand_parameters_take_seconds() -> None:
     assert found.count == 1
     # An optimizer of the upper half of a model: more assignments than anybody counts, in bounded time.
     assert assignments([[one.shape for one in parameters[7500:]]], parameters).count != 1
-    assert time.monotonic() - begin < 40
+    assert time.process_time() - begin < 40
 
 
 def test_counting_ends_at_its_budget() -> None:
