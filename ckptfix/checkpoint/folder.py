@@ -6,7 +6,7 @@ The scan reads every header and no tensor bytes. Nothing is unpickled, and no ba
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -25,7 +25,7 @@ from ckptfix.formats.safetensors_file import (
     parse_index,
     read_safetensors,
 )
-from ckptfix.formats.sniff import describe_content, other_format
+from ckptfix.formats.sniff import describe_content, other_format, text_format
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
@@ -148,7 +148,8 @@ class CheckpointFolder:
     """A scanned folder. ``only`` names the one requested file; ``strays`` are never touched.
 
     ``subfolders`` maps the name of a sub-folder to what it is; ``scan_dcp_folders`` reads those of DCP.
-    ``ranks``: those whose random states are in the folder, even when only one file is scanned.
+    ``ranks``: those whose random states are in the folder, even when only one file is scanned. ``unscanned``: then the
+    names of the other entries, which show what kind of folder the file is in.
     """
 
     root: Path
@@ -157,6 +158,17 @@ class CheckpointFolder:
     strays: tuple[PurePosixPath, ...]
     subfolders: Mapping[PurePosixPath, str]
     ranks: frozenset[int] = frozenset()
+    unscanned: tuple[str, ...] = ()
+
+    @property
+    def file_names(self) -> Iterator[FileName]:
+        """The parsed names of all components of the folder, even when only one is scanned."""
+        yield from (component.name for component in self.components)
+        yield from (name for name in map(parse_file_name, self.unscanned) if name is not None)
+
+    def has_file(self, name: str) -> bool:
+        """Return whether a file that is not scanned is in the folder, even when only one file is asked for."""
+        return PurePosixPath(name) in self.strays or name in self.unscanned
 
     @property
     def instead(self) -> str:
@@ -166,7 +178,7 @@ class CheckpointFolder:
     @property
     def is_save_state(self) -> bool:
         """Return whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
-        return any(one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in self.components)
+        return any(name.role is Role.RNG_STATE and not name.is_of_trainer for name in self.file_names)
 
     @property
     def processes(self) -> int | None:
@@ -195,14 +207,17 @@ def scan_folder(
     ``wanted``: selects files by name; others are neither opened nor returned. Raises OSError when the
     folder itself cannot be listed; an unreadable file becomes a component with a problem.
     """
-    components, strays, subfolders = [], [], {}
+    components, strays, subfolders, unscanned = [], [], {}, []
     ranks: set[int] = set()
     with os.scandir(root) as listing, paused_gc():
         for entry in sorted(listing, key=lambda entry: entry.name):
             path, name = PurePosixPath(entry.name), parse_file_name(entry.name)
             if name is not None and name.rank is not None:
                 ranks.add(name.rank)
-            if entry.name == JOURNAL or (only is not None and entry.name != only):
+            if entry.name == JOURNAL:
+                continue
+            if only is not None and entry.name != only:
+                unscanned.append(entry.name)
                 continue
             if name is not None and not wanted(name):
                 continue
@@ -221,6 +236,7 @@ def scan_folder(
         strays=tuple(strays),
         subfolders=subfolders,
         ranks=frozenset(ranks),
+        unscanned=tuple(unscanned),
     )
 
 
@@ -303,7 +319,11 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     head = reader.read(0, min(16, reader.size))
     wants_safetensors = name.suffix == ".safetensors"
     is_scripts_own = name.role is Role.UNKNOWN and not (name.is_of_library or wants_safetensors)
-    if is_scripts_own and (words := other_format(reader)) is not None:
+    # A name without a suffix that is known was asked for: a check of the folder passes such a file.
+    words = other_format(reader) if is_scripts_own else None
+    if words is None and is_scripts_own and not name.suffix:
+        words = text_format(reader)
+    if words is not None:
         message = f"{words}, not a format that ckptfix reads"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     words = describe_content(reader, json=name.role is not Role.WEIGHTS_INDEX)

@@ -48,7 +48,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, unreadable
+from ckptfix.storage.paths import JOURNAL, command, unreadable
 from ckptfix.storage.reading import FileIdentity, unchanged
 from ckptfix.wording import count_of, list_names
 
@@ -195,9 +195,7 @@ def diagnose(
             for finding in findings
             if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
         )
-        evidence = Evidence(
-            named, usable_manifest(folder.root) if folder.only is None else None, home or folder.root
-        )
+        evidence = Evidence(named, usable_manifest(folder.root), home or folder.root)
         findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
         doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
         findings += diagnose_states(evidence, compare, drops, doubled)
@@ -316,6 +314,11 @@ def _not_checked(
     if sampled:
         pairs = count_of(sampled, "pair")
         words.append(f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte")
+    if folder.only is not None:
+        compares = f"{command('check', folder.root)} compares them"
+        words.append(
+            f"other files of the folder (duplicates, missing files, moments that fit no weights); {compares}"
+        )
     words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
     if folder.only is None and any(one.role is Role.MODEL for one in folder.components):
         # Names that ``check`` passes: it prints what a config says, and compares none of it.

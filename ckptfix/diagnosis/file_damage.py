@@ -79,8 +79,8 @@ def diagnose_files(
     findings: list[Finding] = []
     # Next to the states of save_state, accelerate loads the model; weights alone are read by plain torch.load.
     is_plain_model = not any(
-        one.role not in (*NOT_STATES, Role.GRAD_SCALER) and not one.name.is_of_trainer
-        for one in folder.components
+        name.role not in (*NOT_STATES, Role.GRAD_SCALER) and not name.is_of_trainer
+        for name in folder.file_names
     )
     contents = {one.path: one.content for one in folder.components if one.path not in explained}
     torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}

@@ -55,7 +55,9 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
     """
     for one in folder.components if folder.only is not None else ():
         if one.problem is not None and one.problem.is_foreign:
-            raise UsageError(f"{folder.root / one.path} is {one.problem.message}")
+            is_in_checkpoint = any(name is not None for name in map(parse_file_name, folder.unscanned))
+            next_step = f"; next: {command(verb, folder.root)}{after}" if is_in_checkpoint else ""
+            raise UsageError(f"{folder.root / one.path} is {one.problem.message}{next_step}")
     if holds_checkpoint(folder):
         return
     if listed := _listed(folder.root):

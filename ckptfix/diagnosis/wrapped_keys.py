@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles, shapes_of
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import (
     KeyMap,
@@ -24,6 +24,9 @@ from ckptfix.diagnosis.findings.incomplete import FlatParameters
 
 STATE_DICT = "state dict"
 """The kind of a place with the keys of tensors."""
+
+_OF_WEIGHTS = (Role.MODEL, Role.UNKNOWN, Role.WEIGHTS_INDEX)
+"""Roles of files that show which wrappers the keys of a model should have."""
 
 NAMED_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
 """Roles of files whose keys can have wrappers. The states of generators, schedulers and custom objects cannot."""
@@ -174,6 +177,9 @@ class _Verdicts:
         if not evidence:
             return None
         undecided = is_undecided(processes) and not is_proven
+        if any(name.role in _OF_WEIGHTS for name in map(parse_file_name, self._folder.unscanned) if name):
+            # Another shard, the index, or the model of which this one is an average.
+            evidence, undecided = "the other weights of the folder, which may show why, were not read", True
         return _Nested(collapse(chain), evidence, assumed=True, is_undecided=undecided)
 
     def _has_sibling(self, group: ModelFiles, scope: NameScope) -> bool:

@@ -52,8 +52,8 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
     # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
     is_of_library = (
         bool(folder.ranks)
-        or PurePosixPath(TRAINER_STATE) in folder.strays
-        or any(item.name.is_of_trainer and item.role is Role.RNG_STATE for item in components)
+        or folder.has_file(TRAINER_STATE)
+        or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
     )
     for path, problem in problems.items():
         # The right state is where this one belongs. The file of a custom object may rightly hold anything.
@@ -96,8 +96,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
 
 
 def _is_pretrained(folder: CheckpointFolder) -> bool:
-    configs = {PurePosixPath(CONFIG), PurePosixPath(ADAPTER)}
-    return not configs.isdisjoint(folder.strays) and is_pretrained(folder.root)
+    return any(map(folder.has_file, (CONFIG, ADAPTER))) and is_pretrained(folder.root)
 
 
 def _without_tensors(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
@@ -116,7 +115,7 @@ def _without_tensors(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
     ]
     if not empty:
         return
-    has_weights = PurePosixPath(TRAINER_STATE) in folder.strays or _is_pretrained(folder)
+    has_weights = folder.has_file(TRAINER_STATE) or _is_pretrained(folder)
     for component in empty:
         is_stored_elsewhere = any(
             file.tensors

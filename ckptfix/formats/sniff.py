@@ -76,11 +76,25 @@ def _other(head: bytes) -> str | None:
     return next((words for signature, words in _OTHERS if head.startswith(signature)), None)
 
 
+def text_format(reader: FileReader) -> str | None:
+    """Return the kind of a text file, None for any other and for what a failed download leaves."""
+    head = reader.read(0, min(_HEAD, reader.size))
+    words = describe_content(reader, json=True)
+    if words is not None:
+        return words if looks_like_json(head) else None
+    is_text = all(byte >= 0x20 or byte in b"\t\n\r" for byte in head) and 0x7F not in head
+    return "a text file" if is_text and _is_utf8(head) else None
+
+
 def looks_like_json(head: bytes) -> bool:
     """Return whether the first bytes of a file begin a JSON object or list: no header of a tensor file is pure text."""
     head = head.removeprefix(b"\xef\xbb\xbf")
     if not _JSON.match(head) or any(byte < 0x20 and byte not in b"\t\n\r" for byte in head):
         return False
+    return _is_utf8(head)
+
+
+def _is_utf8(head: bytes) -> bool:
     try:
         head.decode()
     except UnicodeDecodeError as error:
