@@ -40,9 +40,9 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     },
     "Prove": {
         "seal": "Write the checksums of checkpoints into their manifests.",
-        "verify": "Compare checkpoints with their manifests, or prove a reload.",
+        "verify": "Verify checksums, or test loading.",
         "scrub": "Check a fleet of checkpoints; read its data over many nights.",
-        "merge": "End the work of shares that ran one by one.",
+        "merge": "Combine the results of --shard runs.",
     },
     "Convert": {
         "migrate": "Write a checkpoint in another format, or for another strategy.",
@@ -50,7 +50,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     },
     "Train": {
         "run": "Run a script with every Accelerator and Trainer guarded.",
-        "prove-resume": "Prove that a killed and resumed run goes on bit for bit.",
+        "prove-resume": "Prove that a killed and resumed run continues bit for bit.",
     },
     "Environment": {"doctor": "Find problems of this machine, its libraries and a script."},
     "Manual": {
@@ -141,7 +141,7 @@ def cli() -> None:
     """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
 
     Exit status: 0 nothing wrong or all repaired, 1 damage found or left, 2 wrong usage, 3 could not finish (the
-    folder is as it was), 130 interrupted (the next run recovers). Of several paths, the highest.
+    folder is unchanged), 130 interrupted (the next run recovers). Of several paths, the highest.
     """
 
 

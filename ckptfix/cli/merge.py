@@ -34,7 +34,7 @@ _SHARED = ("check", "diff", "migrate", "seal", "verify")
 )
 @click.argument("path", metavar="DIR", type=PATH)
 def merge_command(path: str, report: Report) -> int:
-    """End the work of shares that ran one by one.
+    """Combine the results of --shard runs.
 
     DIR is the folder of --partial, or the checkpoint that a seal had shares of. Names the shares that are missing; when
     all are there, it prints and writes what the verb does in one process, and removes their results.

@@ -72,7 +72,7 @@ def prove_resume_command(
     command: tuple[str, ...],
     report: Report,
 ) -> int:
-    """Prove that a killed and resumed run goes on bit for bit.
+    """Prove that a killed and resumed run continues bit for bit.
 
     Runs the command unchanged: killed after a save, resumed, and without a kill. In COMMAND, {dir} is an output folder,
     another one for each of them. Compares batches, losses, gradients, weights, moments, learning rates, schedulers,

@@ -53,7 +53,7 @@ _WORDS: dict[object, str] = {
 )
 @click.option("--output", type=PATH, metavar="DST", help="Write a repaired copy to DST; leave PATH alone.")
 @click.option(
-    "--atomic", is_flag=True, help="Write new files instead of patching: for folders a job may be reading."
+    "--atomic", is_flag=True, help="Write new files instead of patching: safe while a job reads the folder."
 )
 @click.option(
     "--models", type=int, metavar="N", help="The script has N models: drop proven copies beyond that."

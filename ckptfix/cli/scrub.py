@@ -46,7 +46,7 @@ from ckptfix.wording import Line, count_of, escape, line
 )
 @click.option(
     "--max-age", metavar="TIME",
-    help="Leave out what was looked at or read in this time, such as 30d, and is as it was.",
+    help="Skip what is unchanged and was looked at or read in this time, such as 30d.",
 )  # fmt: skip
 @click.option(
     "--state", "state_file", type=LocalFile(dir_okay=False), metavar="FILE",
@@ -63,8 +63,8 @@ def scrub_command(
     """Check a fleet of checkpoints; read its data over many nights.
 
     Looks at every checkpoint as check does, and compares a part of the files with the digests that seal wrote. A state
-    file remembers what was read when. So a run goes on where the last one was stopped, and what lies unchanged need not
-    be looked at again. Changes nothing in a checkpoint.
+    file remembers what was read when. Each run continues where the last stopped; --max-age skips what is unchanged.
+    Changes nothing in a checkpoint.
     """
     until = monotonic() + parse_duration(max_duration, "--max-duration") if max_duration else float("inf")
     age = parse_duration(max_age, "--max-age") if max_age else None
@@ -158,8 +158,7 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
         yield line(f"gone since the last run: {count_of(gone, 'checkpoint')}")
     if scrub.without_digests:
         yield line(
-            f"no data can be read of {count_of(scrub.without_digests, 'checkpoint')} without digests; to write them: "
-            "ckptfix seal CHECKPOINT"
+            f"{count_of(scrub.without_digests, 'checkpoint')} without checksums; to write them: ckptfix seal CHECKPOINT"
         )
     if share is not None and not batch.words:
         why = "their paths decide to which share they belong"

@@ -32,7 +32,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 @click.option(
     "--force",
     is_flag=True,
-    help="Seal a folder as it is, though it is damaged, or what its manifest lists is gone or changed.",
+    help="Seal the folder even if it is damaged or no longer matches its manifest.",
 )
 @click.option(
     "--ranges", is_flag=True,

@@ -37,11 +37,11 @@ def share_options() -> list[click.Parameter]:
     return [
         click.Option(
             ["--shard"], metavar="I/N",
-            help="Do this share of the work alone, without a network (0/N to N-1/N); ckptfix merge ends the work.",
+            help="Do part I of N (I from 0 to N-1), without a network; ckptfix merge combines the results.",
         ),
         click.Option(
             ["--partial"], metavar="FOLDER", type=click.Path(file_okay=False),
-            help="Keep results there for the next run, should this one be interrupted.",
+            help="Keep results there for the next run, if this run is interrupted.",
         ),
     ]  # fmt: skip
 

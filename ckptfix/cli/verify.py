@@ -237,14 +237,14 @@ def verify_command(
     statements: tuple[str, ...], sha256sums: tuple[str, ...], device_map: str | None, max_memory: str | None,
     model: str | None, repeats: int | None, require_transfer_proof: bool, html: str | None, report: Report,
 ) -> int:  # fmt: skip
-    """Compare checkpoints with their manifests, or prove a reload.
+    """Verify checksums, or test loading.
 
     Checks each DIR (or this folder), and compares every file and tensor with the digests that seal wrote, or with a
     signature, or with a list of sha256sum.
 
     With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
-    names, values, transfers, outputs. What this machine cannot exercise is said, never counted as proven. --model runs
-    your own code; the folder's never. With --data, too, both are done.
+    names, values, transfers, outputs. Anything this machine cannot test is listed as NOT exercised, never as proven.
+    --model runs your own code; the folder's never. With --data, too, both are done.
     """
     paths = paths or (".",)
     names, model = (model, None) if against is not None and device_map is None else (None, model)

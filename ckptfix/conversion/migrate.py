@@ -250,9 +250,9 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     if _may_lack_names(plan, is_guarded=is_guarded):
         reader = "dcp.load" if plan.options.to is Format.DCP else "load_state of pytorch_model.bin"
         words.append(
-            "whether tied weights had other keys: safetensors files leave those out, there is no manifest of a "
-            f"guarded save that has them, and {reader} looks for every key; where one is missing: save the "
-            "source again with ckptfix.Accelerator, or load it into its model and save that"
+            "tied weights may lack their second key: safetensors files leave it out, no manifest of a guarded save "
+            f"lists it, and {reader} looks for every key; if one is missing, save the source again with "
+            "ckptfix.Accelerator, or load it into its model and save that"
         )
     return tuple(words)
 

@@ -158,7 +158,7 @@ def _other_paces(
     is_known = position is not None and steps and position == steps * before and before > 1
     unless = "" if is_known else f", {_ONCE_PER_PROCESS}"
     if position and steps and not is_known and position % steps == 0:
-        unless += f" and advances it by {position // steps} at each step, as these numbers suggest, and may go on so"
+        unless += f" and advances it by {position // steps} at each step; these numbers suggest that it does"
     if before != processes:
         yield (
             f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at each step (by "

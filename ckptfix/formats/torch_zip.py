@@ -156,12 +156,13 @@ def _tail(reader: FileReader) -> tuple[int, bytes]:
         start = found - LOCATOR.size
         return start, reader.read(start, LOCATOR.size + END.size)
     zeros = reader.size - content
-    looked = f"{zeros + U16 + END.size} bytes, the last {zeros} of which are zeros" if zeros else "16 MiB"
-    raise TruncatedError(
-        f"the zip archive has no end record in its last {looked}: it was cut, at byte {reader.size} at the "
-        "latest, or more than that follows its end",
-        have=reader.size,
-    )
+    if zeros:
+        cause = f"; the last {zeros} of {reader.size} bytes are zeros, so the write was probably interrupted"
+    else:
+        cause = (
+            f" in its last 16 MiB: it was cut, at byte {reader.size} at the latest, or more follows its end"
+        )
+    raise TruncatedError(f"the zip archive has no end record{cause}", have=reader.size)
 
 
 def _end_without_zeros(reader: FileReader) -> int:

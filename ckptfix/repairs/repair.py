@@ -585,7 +585,7 @@ def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
 
 def plan_lines(path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> Iterator[Line]:
     """Yield the steps of a repair of ``path``, and the findings that stay, with the reasons."""
-    yield line(f"plan for {path}:" if steps else f"a repair would change nothing in {path}", bold=True)
+    yield line(f"plan for {path}:" if steps else f"nothing to repair in {path}", bold=True)
     for (_, codes, safety), group in groupby(steps, key=_kind):
         asked = " (asked for)" if safety is Safety.LOSSY else ""
         yield from few([f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these")

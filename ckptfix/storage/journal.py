@@ -227,7 +227,7 @@ def commit(
                 f"{changed.problem}; everything was rolled back; next: wait until the save has ended, then run the "
                 "same command again"
             ) from error
-        raise RolledBackError(f"{root}: {error}; everything is as it was") from error
+        raise RolledBackError(f"{root}: {error}; everything is unchanged") from error
     with suppress(OSError):  # the transaction is committed; the next run frees the space
         _empty_trash(done)
     return number

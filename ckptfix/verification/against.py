@@ -18,7 +18,7 @@ from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, left_of, p
 from ckptfix.verification.verify_report import Change, Item, Kind, Outcome, file_item
 from ckptfix.wording import count_of, list_names
 
-_BY_TENSOR = "has other bytes there: its tensors are compared one by one, nothing else of it"
+_BY_TENSOR = "differs; only its tensors are compared, one by one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,7 +191,7 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
     if any(isinstance(one, StagingFolder) and not one.path.parts for one in report.findings):
         return ", and this is the staging folder of a save or another command, not a checkpoint"
     if report.unfinished:
-        return ", and a folder that cannot be read completely is not sealed"  # a repair refuses it, too
+        return ", and seal refuses a folder that cannot be read completely"  # a repair refuses it, too
     serious = [one for one in report.findings if one.severity is not Severity.NOTE]
     is_fixable = any(one.is_fixable for one in serious)
     repair = command("repair", target.root, target.only or "")
@@ -205,7 +205,7 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
     if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():
         return "; the last save was interrupted: save again"
     if any(map(forbids_seal, serious)):
-        return ", and a damaged folder is not sealed"
+        return ", and seal refuses a damaged folder"
     if target.only is not None:
         return f"; to seal all files of its folder: {command('seal', target.root)}"
     return f"; next: {command('seal', target.root)}"

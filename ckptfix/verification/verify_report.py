@@ -422,5 +422,5 @@ def _unchecked_lines(items: Sequence[Item]) -> Iterator[Line]:
         reasons.setdefault(item.text, []).append(item)
     for reason, same in reasons.items():
         what = same[0].label if len(same) == 1 else count_of(len(same), same[0].kind.value)
-        each = "each " if len(same) > 1 and reason.startswith(("is ", "has ")) else ""
+        each = "each " if len(same) > 1 and reason.startswith(("is ", "has ", "differs")) else ""
         yield unchecked_line(f"{what}: {each}{reason}")

@@ -123,7 +123,7 @@ def test_a_dry_run_shows_what_it_does_not_repair(folder: Path, said: Said) -> No
     shorten(folder / "model.safetensors", 5)
     status, out, _ = said("repair", folder, "--dry-run")
     assert status == 1
-    assert f"a repair would change nothing in {folder}" in out
+    assert f"nothing to repair in {folder}" in out
     assert "error truncated-file: model.safetensors" in out
 
 

@@ -223,7 +223,7 @@ def test_a_script_with_a_fixed_folder_that_resumes_itself(
     status, text = said(capsys, "--output", "out", "--", "fixed.py")
     assert status == 1, text
     assert (
-        "NOT EXACT: fixed.py: saved after step 4, killed and resumed, it diverges from the uninterrupted run"
+        "NOT EXACT: fixed.py: killed after step 4 and resumed, the run diverges from the uninterrupted one"
         in text
     )
     assert "step 5: batch: the one that the uninterrupted run used at step 1" in text

@@ -269,7 +269,10 @@ def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(t
 def test_a_script_that_advances_a_scheduler_by_hand_is_told_to_go_on_so(tmp_path: Path) -> None:
     """As the receipt of an earlier migration, from four processes to two, said it should."""
     (words,) = paces(tmp_path, 12, "ddp", before=2, processes=1)
-    assert "step_scheduler_with_optimizer=False and advances it by 4 at each step, as these numbers" in words
+    assert (
+        "step_scheduler_with_optimizer=False and advances it by 4 at each step; these numbers suggest"
+        in words
+    )
 
 
 @pytest.mark.parametrize("to", ["zero2", "universal"])

@@ -111,7 +111,7 @@ def test_no_plan_is_written_where_there_is_nothing_to_repair(
     shutil.copytree(FIXTURES / "clean-safetensors" / "checkpoint", folder)
     assert run(["repair", str(folder), "--plan-out", str(file)]) == 0
     out = capsys.readouterr().out
-    assert f"a repair would change nothing in {folder}" in out
+    assert f"nothing to repair in {folder}" in out
     assert f"{file} was not written: there is no step to save" in out
     assert "--plan " not in out
     assert not file.exists()

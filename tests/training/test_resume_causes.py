@@ -1,4 +1,4 @@
-"""Every known cause of a run that goes another way, in a script that has it; and scripts that have none.
+"""Every known cause of a run that diverges, in a script that has it; and scripts that have none.
 
 A pair of ranks runs all scripts one after the other. Of the scripts without a fault a run has an eighth, once each;
 ``--exhaustive`` has all of them, with 50 seeds.

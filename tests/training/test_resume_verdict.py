@@ -304,7 +304,7 @@ def test_the_certificate_says_what_was_compared() -> None:
     runs = three(2)
     made = certificate(verdict(runs), runs[1], stopped=True)
     first, *rest = map(str, made.lines())
-    assert first == "EXACT: train.py: saved after step 3, killed and resumed, it goes on bit for bit"
+    assert first == "EXACT: train.py: killed after step 3 and resumed, the run continues bit for bit"
     assert rest[0].startswith(
         "  compared: steps 4 to 8, 2 ranks: batches, learning rates, schedulers, generators"
     )

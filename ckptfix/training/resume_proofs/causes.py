@@ -1,4 +1,4 @@
-"""Known causes of a resumed run that goes another way, each with its evidence and the line of a script that ends it.
+"""Known causes of a resumed run that diverges, each with its evidence and the line of a script that ends it.
 
 The table is read from the top: the first cause whose evidence is there explains a difference.
 """

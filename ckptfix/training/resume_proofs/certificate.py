@@ -124,9 +124,11 @@ class Certificate(Serialized, Printable):
 
     def _about(self) -> str:
         if self.verdict == "exact":
-            return f"saved after step {self.saved_at}, killed and resumed, it goes on bit for bit"
+            return f"killed after step {self.saved_at} and resumed, the run continues bit for bit"
         if self.verdict == "not exact":
-            return f"saved after step {self.saved_at}, killed and resumed, it diverges from the uninterrupted run"
+            return (
+                f"killed after step {self.saved_at} and resumed, the run diverges from the uninterrupted one"
+            )
         return "two runs without a resume already differ; nothing can be said about the resume"
 
     def _consequences(self) -> Iterator[Line]:
