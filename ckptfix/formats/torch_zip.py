@@ -138,6 +138,9 @@ def read_end(reader: FileReader) -> EndRecords:
     return EndRecords(count, size, offset, end, comment)
 
 
+_MANY_ZEROS = 64
+
+
 def _tail(reader: FileReader) -> tuple[int, bytes]:
     """Return the bytes among which the end record is, and where they begin; zeros or other bytes may follow them.
 
@@ -156,7 +159,8 @@ def _tail(reader: FileReader) -> tuple[int, bytes]:
         start = found - LOCATOR.size
         return start, reader.read(start, LOCATOR.size + END.size)
     zeros = reader.size - content
-    if zeros:
+    # A pickle that was cut may end in a few zeros of its own.
+    if zeros >= _MANY_ZEROS:
         cause = f"; the last {zeros} of {reader.size} bytes are zeros, so the write was probably interrupted"
     else:
         cause = (
