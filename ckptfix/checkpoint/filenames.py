@@ -504,6 +504,18 @@ def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
     return int(match[1]) if match else None
 
 
+_NUMBER_AT_END = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+
+
+def split_number(name: str) -> tuple[str, int] | None:
+    """Return a name without the number at its end, and the number; None for a name without one.
+
+    The checkpoints of a run share the first part, whatever a script calls them.
+    """
+    match = _NUMBER_AT_END.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
 def family_of(name: str) -> tuple[str, int] | None:
     """Return the pattern of ``FAMILIES`` and the number of a checkpoint's name, None for any other name."""
     numbers = ((pattern, checkpoint_number(name, pattern)) for pattern in FAMILIES)

@@ -1,16 +1,13 @@
 """The other checkpoints of a run, next to one of them on this machine or in a store."""
 
 import os
-import re
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import is_one_of_several
+from ckptfix.checkpoint.filenames import is_one_of_several, split_number
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import listed_names, names_in, origin_of, store_of, subfolders
-
-_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
 def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
@@ -19,21 +16,21 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
     """
     home = Path(os.path.abspath(origin_of(home)))
-    match = _NUMBERED.fullmatch(home.name)
-    if match is None:
+    named = split_number(home.name)
+    if named is None:
         return
+    stem, own = named
     above = _url_above(home)
     try:
         names = folders_next_to(home)
     except (CkptfixError, OSError):
         return  # whoever reads a checkpoint may not be allowed to list the folder above it
     numbers = sorted(
-        (int(other[2]), name)
+        (parts[1], name)
         for name in names
-        if (other := _NUMBERED.fullmatch(name)) is not None and other[1] == match[1] and name != home.name
+        if (parts := split_number(name)) is not None and parts[0] == stem and name != home.name
     )
-    own = int(match[2])
-    before = [one for one in numbers if one[0] < own]
+    before = [(number, name) for number, name in numbers if number < own]
     after = numbers[len(before) :]
     for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
         is_earlier = number < own and is_one_of_several(name)

@@ -24,6 +24,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
     random_states_name,
+    split_number,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload, is_bare, judge, numbered
@@ -65,7 +66,6 @@ from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
 from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
-_NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
 """Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders."""
 
@@ -162,14 +162,11 @@ def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> 
     Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are only judged where
     the name of the folder or another file is the Trainer's.
     """
-    is_of_accelerate = any(
-        one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in folder.components
-    )
     name = Path(os.path.abspath(origin_of(folder.root))).name
     is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
         one.name.is_of_trainer for one in folder.components
     )
-    if not is_of_accelerate and (trainer.is_broken or (trainer.is_wrong and is_of_trainer)):
+    if not folder.is_save_state and (trainer.is_broken or (trainer.is_wrong and is_of_trainer)):
         yield IncompleteCheckpoint(
             path=PurePosixPath(TRAINER_STATE),
             missing=(TRAINER_STATE,),
@@ -331,19 +328,21 @@ class Siblings:
         self._paths: defaultdict[tuple[Path, str], list[tuple[int, str]]] = defaultdict(list)
         given = dict.fromkeys(map(Path, paths))
         for path in given:
-            if match := _NUMBERED.fullmatch(path.name):
-                self._paths[path.parent, match[1]].append((int(match[2]), path.name))
+            if named := split_number(path.name):
+                stem, number = named
+                self._paths[path.parent, stem].append((number, path.name))
         self._above = frozenset(given) if is_recursive else frozenset()
         self._runs: OrderedDict[tuple[Path, str], _Run] = OrderedDict()
         self._lock = Lock()
 
     def around(self, folder: Path) -> tuple[list[_Sibling], list[_Sibling]]:
         """Return the nearest saves before a numbered checkpoint and after it, the nearest first."""
-        match = _NUMBERED.fullmatch(folder.name)
-        assert match is not None
-        key, number = (folder.parent, match[1]), int(match[2])
+        named = split_number(folder.name)
+        assert named is not None
+        stem, number = named
+        key = (folder.parent, stem)
         with self._lock:
-            run = self._runs.pop(key, None) or _Run(tuple(sorted(self._names(folder, match[1]))), {})
+            run = self._runs.pop(key, None) or _Run(tuple(sorted(self._names(folder, stem))), {})
             self._runs[key] = run
             if len(self._runs) > _MOST_RUNS:
                 self._runs.popitem(last=False)
@@ -354,17 +353,17 @@ class Siblings:
                 _saves(run, folder, run.folders[after : after + _FAR]),
             )
 
-    def _names(self, folder: Path, prefix: str) -> Iterable[tuple[int, str]]:
+    def _names(self, folder: Path, stem: str) -> Iterable[tuple[int, str]]:
         """Return number and name of each checkpoint of a run."""
         parent = folder.parent
         if family_of(folder.name) is None and self._above.isdisjoint((parent, *parent.parents)):
-            return self._paths[parent, prefix]
+            return self._paths[parent, stem]
         # Whoever reads a checkpoint may not be allowed to list the folder above it.
         with suppress(CkptfixError, OSError):
             return [
-                (int(match[2]), name)
+                (parts[1], name)
                 for name in folders_next_to(folder)
-                if (match := _NUMBERED.fullmatch(name)) and match[1] == prefix
+                if (parts := split_number(name)) and parts[0] == stem
             ]
         return ()
 
@@ -398,7 +397,7 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     """
     manifest = usable_manifest(folder)
     origin = Path(os.path.abspath(origin_of(folder)))
-    if _NUMBERED.fullmatch(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
+    if split_number(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
         return
     before, after = siblings.around(origin)
     near = (*before, *after)
@@ -553,10 +552,7 @@ def diagnose_save(
 
 def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
     """Yield DeepSpeed's ``latest`` if a load does not find the checkpoint by it; accelerate never reads it."""
-    is_of_accelerate = any(
-        one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in folder.components
-    )
-    problem = None if is_of_accelerate else tag_problem(folder)
+    problem = None if folder.is_save_state else tag_problem(folder)
     if problem is not None:
         tag, why = problem
         path = PurePosixPath(LATEST)

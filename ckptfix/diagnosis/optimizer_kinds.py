@@ -27,7 +27,8 @@ class OptimizerKind(NamedTuple):
     ``signs``: options and states that only it has. ``required``: the options without which a step raises KeyError.
     ``moments``: its states in the shape of the parameter. ``optional``: a moment -> the option that adds it.
     ``scalars``: its other states. ``single``: those of them that a step reads as one number. ``is_lenient``: a step
-    begins a missing state anew. ``flags``: other options that each of its param groups has since torch 2.0.
+    begins a missing state anew. ``flags``: other options that each of its param groups has since torch 2.0. ``name``:
+    of its class, and ``named_by``: an option that no other class has; "" where no option shows the class.
     """
 
     signs: frozenset[str]
@@ -38,6 +39,8 @@ class OptimizerKind(NamedTuple):
     single: tuple[str, ...] = ("step",)
     is_lenient: bool = False
     flags: frozenset[str] = frozenset(("foreach", "maximize", "differentiable"))
+    name: str = ""
+    named_by: str = ""
 
     @property
     def states(self) -> frozenset[str]:
@@ -66,18 +69,22 @@ _RADAM = OptimizerKind(frozenset(("decoupled_weight_decay",)), _ADAM, _ADAM_STAT
 
 _KINDS = (
     OptimizerKind(
-        frozenset(("amsgrad",)),
-        _ADAM,
-        _ADAM_STATES,
-        {"max_exp_avg_sq": "amsgrad"},
-        flags=frozenset(("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")),
-    ),
-    OptimizerKind(
         frozenset(("momentum_decay", "mu_product")),
         _ADAM | {"momentum_decay"},
         _ADAM_STATES,
         scalars=("step", "mu_product"),
         single=("step", "mu_product"),
+        name="NAdam",
+        named_by="momentum_decay",
+    ),
+    OptimizerKind(
+        frozenset(("amsgrad",)),
+        _ADAM,
+        _ADAM_STATES,
+        {"max_exp_avg_sq": "amsgrad"},
+        flags=frozenset(("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")),
+        name="Adam or AdamW",
+        named_by="amsgrad",
     ),
     OptimizerKind(frozenset(("exp_inf",)), _ADAM, ("exp_avg", "exp_inf")),
     OptimizerKind(
@@ -87,6 +94,8 @@ _KINDS = (
         scalars=(),
         single=(),
         is_lenient=True,
+        name="SGD",
+        named_by="dampening",
     ),
     OptimizerKind(
         frozenset(("centered",)),
@@ -94,17 +103,23 @@ _KINDS = (
         ("square_avg",),
         {"momentum_buffer": "momentum", "grad_avg": "centered"},
         single=(),
+        name="RMSprop",
+        named_by="centered",
     ),
     OptimizerKind(
         frozenset(("initial_accumulator_value", "lr_decay")),
         frozenset(("lr", "lr_decay", "eps", "weight_decay")),
         ("sum",),
+        name="Adagrad",
+        named_by="initial_accumulator_value",
     ),
     OptimizerKind(
         frozenset(("rho", "acc_delta")),
         frozenset(("lr", "rho", "eps", "weight_decay")),
         ("square_avg", "acc_delta"),
         single=(),
+        name="Adadelta",
+        named_by="rho",
     ),
     OptimizerKind(
         frozenset(("lambd", "t0")),
@@ -146,3 +161,16 @@ def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind 
     if len(kinds) != 1 or not COMMON_OPTIONS | kinds[0].required | kinds[0].signs >= set(options):
         return None
     return kinds[0]
+
+
+def name_of(options: Collection[str], states: Collection[str]) -> str:
+    """Return the class of an optimizer with these options and states, "" for one that they do not show."""
+    kept = {*states, "step"}
+    return next(
+        (
+            kind.name
+            for kind in _KINDS
+            if kind.name and kind.named_by in options and kept <= kind.states | {"step"}
+        ),
+        "",
+    )

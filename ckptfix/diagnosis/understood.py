@@ -21,21 +21,11 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
+from ckptfix.diagnosis.optimizer_kinds import name_of
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, count_of, few, human_size, line, series
-
-_OPTIMIZERS = (
-    ("momentum_decay", {"mu_product", "exp_avg", "exp_avg_sq"}, "NAdam"),
-    ("amsgrad", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "Adam or AdamW"),
-    ("dampening", {"momentum_buffer"}, "SGD"),
-    ("centered", {"square_avg", "momentum_buffer", "grad_avg"}, "RMSprop"),
-    ("initial_accumulator_value", {"sum"}, "Adagrad"),
-    ("rho", {"square_avg", "acc_delta"}, "Adadelta"),
-)
-"""An option that only this optimizer of torch has, the states that it may keep, and its name (torch 2.13)."""
-
 
 _MOST_STATES = 16
 """No optimizer keeps as many states for a parameter; a hostile pickle can name a million."""
@@ -295,13 +285,12 @@ def _optimizer(saved: SavedOptimizer, diagnosis: Diagnosis) -> UnderstoodOptimiz
     if state is not None:
         sizes = _sizes(state)
     states = {name: None for own in saved.states.values() for name in own}
-    kept = states.keys() - {"step"}
     # Before the first step there are only options, and a wrapper such as SAM has those of what it wraps.
-    candidates = _OPTIMIZERS if kept or saved.is_plain else ()
-    by_keys = next((name for option, own, name in candidates if option in saved.options and kept <= own), "")
+    is_shown = bool(states.keys() - {"step"}) or saved.is_plain
     return UnderstoodOptimizer(
         path=saved.path,
-        kind=_recorded(diagnosis.manifest, str(saved.path), sizes) or by_keys,
+        kind=_recorded(diagnosis.manifest, str(saved.path), sizes)
+        or (name_of(saved.options, states) if is_shown else ""),
         format="DCP" if state is not None else "",
         parameters=len(set(saved.parameters)) or len(saved.states),
         states=tuple(states)[:_MOST_STATES],
