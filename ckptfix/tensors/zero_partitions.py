@@ -12,7 +12,7 @@ Values are read by opcodes and never executed: instances of classes, such as the
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 from math import prod
@@ -23,6 +23,7 @@ from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, other_kind
 from ckptfix.checkpoint.filenames import DeepSpeedPart, parse_deepspeed_name
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
+from ckptfix.formats.pickle_kinds import kind_of, members
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import (
     CALLS,
@@ -56,6 +57,11 @@ _READ_TEXT = """
     dp_world_size mp_world_size sparse_tensor_module_names"""
 _READ_HERE = frozenset(_READ_TEXT.split())
 _MODULE, _FRAGMENTS = ("module",), ("frozen_param_fragments",)
+_SIZE = ("torch.Size",)
+_SIZES = (*_SIZE, "tuple", "list")
+_FIRST_WITH_SHARED = (0, 9)
+"""The version of DeepSpeed whose model states list tied parameters as ``shared_params``."""
+
 _MANY, _MAX_DIMENSIONS = 1 << 62, 64
 _TELLING = 1024
 """Bytes of a partition that are equal on two ranks in a copy alone."""
@@ -178,6 +184,10 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
             if 0 not in one.shape and (kept := first.setdefault(one.view, one.fqn)) != one.fqn:
                 ties[one.fqn] = kept
     groups = child(root, "param_shapes")
+    # zero_to_fp32 takes any sizes for the trained parameters of ZeRO-1 and 2, and asks the others for their numel().
+    name = parse_deepspeed_name(path.name)
+    is_cut = name is not None and name.rank is not None
+    kinds = _SIZE if is_cut else _SIZES
     return ModelStates(
         path=path,
         module=module,
@@ -185,8 +195,8 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
         opaque=opaque,
         versions=module_versions(file, _MODULE),
         buffers=frozenset(one.value for one in items_of(child(root, "buffer_names")) if type(one) is Text),
-        groups=None if groups is None else tuple(_groups(groups)),
-        frozen=_shapes(child(root, "frozen_param_shapes")),
+        groups=None if groups is None else tuple(_groups(groups, kinds)),
+        frozen=_shapes(child(root, "frozen_param_shapes"), _SIZE),
         fragments=fragments,
         shared={
             name.value: kept.value
@@ -233,13 +243,20 @@ def _ensure_loadable(root: object) -> None:
         return
     keys = {key.value for key, _ in pairs(root) if type(key) is Text}
     shared = child(root, "shared_params")
-    # DeepSpeed before 0.9 had no shared_params.
+    if "shared_params" not in keys and _version(child(root, "ds_version")) >= _FIRST_WITH_SHARED:
+        raise FormatError("shared_params is missing")
     if "shared_params" in keys and (
         shared is None or any(type(kept) is not Text for _, kept in pairs(shared))
     ):
         raise FormatError("shared_params is not a dict of names")
     if lone := sorted(shapes.keys() ^ fragments.keys()):
         raise FormatError(f"only one of frozen_param_shapes and frozen_param_fragments has {lone[0]!r:.200}")
+
+
+def _version(value: object) -> tuple[int, ...]:
+    """Return the numbers of a version of DeepSpeed, () where it is not said."""
+    parts = value.value.split(".")[:2] if type(value) is Text else []
+    return tuple(int(part[:9]) for part in parts if part.isdecimal())
 
 
 def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
@@ -322,26 +339,23 @@ def _is_dealt(config: object) -> bool:
     return child(zero, "round_robin_gradients") is True and child(zero, "stage") in (1, 2)
 
 
-def _groups(node: object) -> Iterator[Shapes]:
+def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
     visits = Visits()
     for group in items_of(node):
         if not visits.first(group):  # a million references to one dict of a million names would never end
             raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
-        yield _shapes(group)
+        yield _shapes(group, kinds)
 
 
-def _shapes(node: object) -> dict[str, tuple[int, ...]]:
-    return {name.value: _shape(name.value, size) for name, size in pairs(node) if type(name) is Text}
+def _shapes(node: object, kinds: Collection[str]) -> dict[str, tuple[int, ...]]:
+    return {name.value: _shape(name.value, size, kinds) for name, size in pairs(node) if type(name) is Text}
 
 
-def _shape(name: str, value: Any) -> tuple[int, ...]:
-    """Return a shape: a ``torch.Size``, a tuple or a list of sizes."""
-    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
-        value = value.args[0]
-    sizes = items_of(value)
-    sound = (value == () or sizes) and len(sizes) <= _MAX_DIMENSIONS
+def _shape(name: str, value: Any, kinds: Collection[str]) -> tuple[int, ...]:
+    sizes = members(value)
     if (
-        not sound
+        kind_of(value) not in kinds
+        or len(sizes) > _MAX_DIMENSIONS
         or not all(type(size) is int and 0 <= size <= _MANY for size in sizes)
         or prod(sizes) > _MANY
     ):
@@ -361,14 +375,16 @@ def read_models(files: DeepSpeedFiles) -> tuple[ModelStates, ...]:
     names = [name for _, name in sorted(files.models.items())]
     first = read_model_states(files.folder / names[0])
     others = (read_model_states(files.folder / name) for name in names[1:])
-    if first.frozen:
-        return first, *others
-    for model in others:  # they repeat the first, but loads read each of them
+    kept = [first]
+    for model in others:
+        # Without frozen parameters they repeat the first, but loads read each of them.
         if (model.groups is None) != (first.groups is None):
             raise OperationError(
                 f"{model.path}: its param_shapes are not those of {first.path.name}; {AGAIN}"
             )
-    return (first,)
+        if first.frozen:
+            kept.append(model)
+    return tuple(kept)
 
 
 def ensure_one_save(
@@ -384,6 +400,10 @@ def ensure_one_save(
     # Loads take the number of ranks and the stage of all files from the first.
     said = [one.ranks for one in optimizers if one.ranks is not None]
     files.ensure_ranks(said[0] if said else models[0].ranks)
+    names = [parse_deepspeed_name(one.path.name) for one in optimizers[:1]]
+    # The name has had "_" before "optim_states" since DeepSpeed 0.3.14, and every file its number of ranks since 0.3.0.
+    if optimizers and optimizers[0].ranks is None and names[0] is not None and names[0].between:
+        raise OperationError(f"{optimizers[0].path}: partition_count is missing; {AGAIN}")
     for one in optimizers:
         if one.by_parameter != files.by_rank:
             mode, other = ("ZeRO-3", "ZeRO-1 or 2") if one.by_parameter else ("ZeRO-1 or 2", "ZeRO-3")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +339,7 @@ def test_ranks_of_nothing_but_padding_are_no_copies(stage: int, tmp_path: Path) 
     assert codes(tmp_path) == []
 
 
-def edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield a name, model states that DeepSpeed cannot load or loads in part, and what check says of them."""
     module, buffer = states["module"], states["buffer_names"][0]
     frozen = {"frozen_param_shapes", "frozen_param_fragments"}
@@ -352,6 +353,15 @@ def edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "a buffer", {**states, "module": {**module, buffer: 3}}, f"{buffer!r} is not a tensor"
     yield "names", {**states, "buffer_names": [1]}, "buffer_names has a name that is not a string"
     yield "one name", {**states, "buffer_names": "x"}, "buffer_names is not a list"
+    old = {key: value for key, value in states.items() if key != "shared_params"}
+    yield "no shared", {**old, "ds_version": "0.18.2"}, "shared_params is missing"
+    (shapes,), frozen_shapes = states["param_shapes"], states["frozen_param_shapes"]
+    kinds: list[Any] = [set, torch.ones] if is_cut_in_groups else [set, torch.ones, tuple, list]
+    for kind in kinds:
+        made = [{name: kind(shape) for name, shape in shapes.items()}]
+        yield f"shapes {kind.__name__}", {**states, "param_shapes": made}, "of 'a.weight' is not a shape"
+    tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
+    yield "frozen", {**states, "frozen_param_shapes": tuples}, "of 'frozen.bias' is not a shape"
     yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"
     yield (
         "shared name 3",
@@ -383,6 +393,8 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
             {**optimizer, "partition_count": count},
             "partition_count is not a number of ranks",
         )
+    without = {key: value for key, value in optimizer.items() if key != "partition_count"}
+    yield "no count", without, "partition_count is missing"
     yield "fewer", {**optimizer, "partition_count": [1]}, "files of optimizer states of 2 ranks, 1 saved it"
     rows = [flat.detach().view(1, -1) for flat in optimizer[flats]]
     yield "rows", {**optimizer, flats: rows}, "is not a plain tensor of one dimension"
@@ -404,7 +416,8 @@ def edited(request: pytest.FixtureRequest, tmp_path: Path) -> dict[Path, str]:
     (source / "latest").write_text("pytorch_model")
     assert codes(source) == []
     made = {source: ""}
-    for part, make_edits in (("model", edits), ("optim", optimizer_edits)):
+    model_edits = partial(edits, is_cut_in_groups=request.param < 3)
+    for part, make_edits in (("model", model_edits), ("optim", optimizer_edits)):
         first = min((source / "pytorch_model").glob(f"*{part}_states.pt"))
         states = torch.load(first, weights_only=False)
         for name, value, words in make_edits(states):

@@ -281,7 +281,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"buffer_names": None}, "no model states of DeepSpeed"),
     ({"module": None}, "no model states of DeepSpeed"),
     ({"mp_world_size": 4}, "cut into 4 parts, for tensor parallelism"),
-    ({"param_shapes": [OrderedDict({"p0.weight": (5, 3)})]}, "take (15|8);"),
+    ({"param_shapes": [OrderedDict({"p0.weight": torch.Size([5, 3])})]}, "take (15|8);"),
     ({"shared_params": {"tied": "gone"}}, "'tied' is tied to 'gone', which is not there"),
 ]
 
