@@ -1,4 +1,4 @@
-"""Calls by which numpy pickles arrays and torch what describes a DTensor, and the states that follow them.
+"""Calls by which numpy pickles arrays, torch what describes a DTensor and DeepSpeed its states, and what follows them.
 
 Facts from numpy 1.26 and 2.4: ``arraydescr_reduce``, ``arraydescr_setstate`` (``descriptor.c``), ``array_reduce`` and
 ``array_setstate`` (``methods.c``), ``array__reconstruct`` and ``array_scalar`` (``multiarraymodule.c``). A class of the
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ckptfix.formats.pickle_globals import NUMPY_DTYPES
 from ckptfix.formats.pickle_kinds import (
+    KNOWN_GLOBAL,
     MAPPINGS,
     Parameter,
     Pickle,
@@ -270,22 +271,26 @@ def _of_scalar(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 
 _ANYTHING = Parameter("anything", None)
-_SPECIFICATION = ("str", "bytes", "None", "list", "tuple", "numpy.dtype", "function or class", *MAPPINGS)
-_DTYPE = Parameter("what describes a dtype", _SPECIFICATION, _is_dtype)
+_SPECIFICATION = ("str", "bytes", "None", "list", "tuple", "numpy.dtype", KNOWN_GLOBAL, *MAPPINGS)
+_DTYPE = Parameter("what describes a dtype", _SPECIFICATION, _is_dtype, tuple(Kind))
 _SHAPE = Parameter("a shape", ("tuple", "list", "torch.Size", "int"), _is_shape)
 _RECONSTRUCT = Rule(
     (
         Parameter(
             "a class of arrays",
-            ("function or class",),
+            (KNOWN_GLOBAL,),
             lambda value: function_of(value) == ("numpy", "ndarray"),
+            (Kind.GLOBAL, Kind.CALL),
         ),
         _SHAPE,
         _DTYPE,
     ),
     3,
 )
-_SCALAR = Rule((Parameter("a numpy.dtype", ("numpy.dtype",)), _ANYTHING), 1, _of_scalar)
+_SCALAR = Rule((Parameter("a numpy.dtype", ("numpy.dtype",), None, tuple(Kind)), _ANYTHING), 1, _of_scalar)
+
+SCALARS = frozenset({("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar")})
+"""Functions that make a scalar of numpy."""
 
 ARRAY_RULES: Mapping[tuple[str, str], Rule] = {
     ("numpy", "dtype"): Rule((_DTYPE, *(_ANYTHING,) * 3), 1),
@@ -301,8 +306,7 @@ ARRAY_RULES: Mapping[tuple[str, str], Rule] = {
     ),
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy.core.multiarray", "scalar"): _SCALAR,
-    ("numpy._core.multiarray", "scalar"): _SCALAR,
+    **dict.fromkeys(SCALARS, _SCALAR),
     **{("numpy.dtypes", name): Rule((), 0) for name in _NO_ARGUMENTS},
 }
 """Each function by which numpy pickles -> its parameters."""
@@ -319,14 +323,14 @@ _READ: dict[str, dict[str, tuple[str, ...]]] = {
 """Classes -> the attributes that a load reads, and the kinds that these can have."""
 
 
-def problem_of_dtensor(name: str, node: Node) -> str:
-    """Return what is wrong with a call of a class that describes a DTensor, in words; "" for nothing."""
+def problem_of_instance(name: str, node: Node) -> str:
+    """Return what is wrong with a call of a class of DTensors' or of DeepSpeed's, in words; "" for nothing."""
     if node.kind is Kind.NEW_EX or (type(node.args) is not tuple and not kind_of(node.args)):
         return ""
     expected = _TUPLES.get(name, 0)
     given = len(members(node.args))
     if node.kind is not Kind.NEW or given != expected:
-        return f"with {given} argument{'' if given == 1 else 's'}, which torch does not write"
+        return f"with {given} argument{'' if given == 1 else 's'}, which no pickler writes"
     if name in _TUPLES:
         return "and gives it a state, which it cannot have" if node.states else ""
     states = node.states or []

@@ -17,12 +17,14 @@ from operator import mul
 from typing import Any
 
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_arrays import ARRAY_RULES, problem_of_array_states, problem_of_dtensor
-from ckptfix.formats.pickle_globals import OF_DTENSORS
+from ckptfix.formats.pickle_arrays import ARRAY_RULES, SCALARS, problem_of_array_states, problem_of_instance
+from ckptfix.formats.pickle_globals import DTENSOR, OF_INSTANCES, ZERO_STAGE
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
+    KNOWN_GLOBAL,
     MAPPINGS,
     OF_RESULTS,
+    OTHER_GLOBAL,
     Parameter,
     Pickle,
     Rule,
@@ -33,7 +35,7 @@ from ckptfix.formats.pickle_kinds import (
     members,
     noun,
 )
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, pairs
 from ckptfix.formats.torch_tensors import (
     PickledStorage,
     read_storage,
@@ -76,6 +78,12 @@ _ENCODINGS = frozenset({"latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "asc
 """Encodings that are tried, those which picklers write: others take time that grows with the square of a text."""
 
 _MAX_WRAPPED = 8
+_READ_ONLY_TEXT = """
+    T _base _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize
+    layout name nbytes ndim output_nr shape"""
+_READ_ONLY = frozenset(_READ_ONLY_TEXT.split())
+"""Attributes of every tensor that cannot be set."""
+
 _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_PARAMETER = ("torch._utils", "_rebuild_parameter")
 _REBUILD_V3 = ("torch._utils", "_rebuild_tensor_v3")
@@ -101,6 +109,8 @@ def ensure_calls(
                 )
     if "BUILD on global" in tree.refused_opcodes:
         raise FormatError("the pickle gives a state to a function or a class, so torch.load fails")
+    if tree.impossible:
+        raise FormatError(f"the pickle has {tree.impossible[0]}, so torch.load fails")
     pickle = Pickle(known, set())
     if not all(is_hashable(key, pickle.hashable) for key in tree.keys):
         raise FormatError("the pickle has a key that cannot be one, such as a list, so torch.load fails")
@@ -188,17 +198,18 @@ def _name(head: object) -> str:
 def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     """Return what is wrong with a call, in words that follow its name; "" for one that torch can make."""
     function, args = function_of(node.head), node.args
-    is_listed = node.kind is Kind.NEW_EX or type(args) is tuple or kind_of(args) in ("", "torch.Size")
-    if not is_listed:
+    if node.kind is not Kind.NEW_EX and not _can_be_a_tuple(args):
         return "with arguments that are not a tuple"
     if function is None:
-        return "as a function, which it is not" if kind_of(node.head) else ""
+        is_instance = type(node.head) is Node and node.head.kind is Kind.NEW
+        is_wrong = is_instance or kind_of(node.head) not in ("", OTHER_GLOBAL)
+        return "as a function, which it is not" if is_wrong else ""
     name = function[1]
     is_storage = name.endswith("Storage") and function not in _CALLED_STORAGES
-    if is_storage or kind_of(node.head) != "function or class":
+    if is_storage or function == DTENSOR or kind_of(node.head) != KNOWN_GLOBAL:
         return "as a function, which it is not"
-    if function in OF_DTENSORS:
-        return problem_of_dtensor(name, node)
+    if function in OF_INSTANCES:
+        return problem_of_instance(name, node)
     problem = problem_of_array_states(function, node) or _problem_of_states(function, node.states or [])
     if problem:
         return problem
@@ -220,24 +231,34 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
         expected = f"{most}" if rule.least == most else f"{rule.least} to {most}"
         return f"with {len(args)} argument{'' if len(args) == 1 else 's'} (expected {expected})"
     # A class of the user's can take any state.
-    judged = args[:3] if function == _FROM_TYPE and not kind_of(args[1]) else args
+    is_of_users = function == _FROM_TYPE and kind_of(args[1]) in ("", OTHER_GLOBAL)
+    judged = args[:3] if is_of_users else args
     for number, (value, parameter) in enumerate(zip(judged, rule.parameters, strict=False), 1):
-        kind = kind_of(value)
-        is_right = parameter.kinds is None or kind in parameter.kinds
-        if kind and not (is_right and (parameter.accepts is None or parameter.accepts(value))):
-            return f"with a wrong argument {number} (expected {parameter.words}, found {noun(kind)})"
+        if not parameter.fits(value):
+            found = noun(kind_of(value))
+            return f"with a wrong argument {number} (expected {parameter.words}, found {found})"
     if function == _FROM_TYPE and depth < _MAX_WRAPPED:
         problem = _problem(Node(Kind.CALL, args[0], args[2]), pickle, depth + 1)
-        return problem and f"for a call of {_name(args[0])} {problem}"
+        if problem:
+            return f"for a call of {_name(args[0])} {problem}"
     return rule.problem(args, pickle) if rule.problem is not None else ""
 
 
+def _can_be_a_tuple(args: Any) -> bool:
+    if type(args) is tuple or kind_of(args) == "torch.Size":
+        return True
+    # A named tuple is made from its values, and gets no state.
+    is_made = type(args) is Node and args.kind is Kind.NEW and not args.states
+    return is_made and not kind_of(args) and type(args.args) is tuple and bool(args.args)
+
+
 def _problem_of_states(function: tuple[str, str], states: list[Any]) -> str:
-    kinds = {kind_of(state) for state in states} - {""}
+    kinds = {kind_of(state) for state in states}
     if function == _ORDERED_DICT:
         return "" if kinds <= MAPPINGS else "and gives it a state that is not a dict"
     if function == ("collections", "Counter"):
-        is_right = kinds <= MAPPINGS | {"None", "tuple"}
+        of_slots = [part for state in states if type(state) is tuple for part in state]
+        is_right = kinds <= MAPPINGS | {"None", "tuple"} and {*map(kind_of, of_slots)} <= MAPPINGS | {"None"}
         return "" if is_right else "and gives it a state that is not a dict"
     if function in OF_RESULTS:
         return "" if kinds <= {"None"} else "and gives it a state, which it cannot have"
@@ -259,7 +280,8 @@ def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
 
 def _are_numbers(value: Any) -> bool:
     """Return whether a value can be strides: numbers, or nothing for those of a contiguous tensor."""
-    return value is None or kind_of(value) == "torch.Size" or _are_of_kinds(value, "int")
+    is_size = kind_of(value) == "torch.Size"
+    return value is None or is_size or {kind_of(number) for number in members(value)} <= {"int"}
 
 
 def _are_sizes(value: Any) -> bool:
@@ -272,8 +294,14 @@ def _are_of_kinds(value: Any, *kinds: str) -> bool:
 
 def _make_a_size(value: Any) -> bool:
     # The numbers in a tensor or a storage are not read.
-    is_opaque = kind_of(value) in ("bytes", "bytearray", "tensor", "storage")
-    return is_opaque or _are_of_kinds(value, "int", "bool", "tensor")
+    if kind_of(value) in ("bytes", "bytearray", "tensor", "storage"):
+        return True
+    kinds = {kind_of(size) for size in members(value) if not _is_scalar_of_numpy(size)}
+    return kinds <= {"int", "bool"}
+
+
+def _is_scalar_of_numpy(value: Any) -> bool:
+    return type(value) is Node and value.kind is Kind.CALL and function_of(value.head) in SCALARS
 
 
 def _is_empty(value: Any) -> bool:
@@ -288,7 +316,7 @@ def _are_flags(value: Any) -> bool:
         return True
     flags = (value.entries or ())[1::2] if type(value) is Node else ()
     is_dict = kind_of(value) in MAPPINGS and _are_of_kinds(value, "str")
-    return is_dict and {kind_of(flag) for flag in flags} <= {"", "bool", "int"}
+    return is_dict and {kind_of(flag) for flag in flags} <= {"bool", "int"}
 
 
 def _are_attributes(value: Any) -> bool:
@@ -296,10 +324,13 @@ def _are_attributes(value: Any) -> bool:
     parts = value if type(value) is tuple else (value,)
     if type(value) is tuple and len(value) != 2:
         return False
-    return all(
-        not kind_of(part) or _is_empty(part) or (kind_of(part) in MAPPINGS and _are_of_kinds(part, "str"))
-        for part in parts
-    )
+    for part in parts:
+        is_dict = kind_of(part) in MAPPINGS and _are_of_kinds(part, "str")
+        if is_dict and any(key.value in _READ_ONLY for key in members(part) if type(key) is Text):
+            return False
+        if not (is_dict or not kind_of(part) or _is_empty(part)):
+            return False
+    return True
 
 
 def _are_pairs(value: Any) -> bool:
@@ -332,7 +363,11 @@ def _is_quantizer(value: Any) -> bool:
 
 
 def _is_class_of_tensors(value: Any) -> bool:
-    return function_of(value) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+    return function_of(value) in (DTENSOR, ("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+
+
+def _is_dtensor(value: Any) -> bool:
+    return function_of(value) == DTENSOR
 
 
 def _is_plain_dtype(value: Any) -> bool:
@@ -347,21 +382,22 @@ def _is_layout(value: Any) -> bool:
     return type(value) is Text and value.value in _LAYOUTS
 
 
+_CALL, _GLOBAL = (Kind.CALL,), (Kind.GLOBAL,)
 _STORAGE = Parameter("a storage", ("storage",))
 _OFFSET = Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
 _SIZES = Parameter("a tuple of numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
 _STRIDES = Parameter("a tuple of numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
 _FLAG = Parameter("a bool", ("bool",))
 _FLAG_OR_NONE = Parameter("a bool", ("bool", "None"))
-_DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"))
-_PLAIN_DTYPE = Parameter("a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype)
-_TENSOR = Parameter("a tensor", ("tensor",))
-_TENSOR_OR_NONE = Parameter("a tensor", ("tensor", "None"))
+_DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"), None, _GLOBAL)
+_PLAIN_DTYPE = Parameter("a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype, _GLOBAL)
+_TENSOR = Parameter("a tensor", ("tensor",), None, _CALL)
+_TENSOR_OR_NONE = Parameter("a tensor", ("tensor", "None"), None, _CALL)
 _LAYOUT = Parameter("a torch.layout", ("torch.layout",))
 _DEVICE = Parameter("a device that torch knows", ("torch.device", "str", "None"), _is_device)
 _METADATA = Parameter("a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags)
 _ATTRIBUTES = Parameter(
-    "a dict of attributes", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_attributes
+    "a dict of attributes", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_attributes, _CALL
 )
 _HOOKS = Parameter("anything", None)
 
@@ -394,6 +430,19 @@ def _problem_of_sizes(shape: Any, stride: Any) -> str:
     return "" if sizes == strides else f"with {sizes} sizes and {strides} strides"
 
 
+def _with_strides(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a tensor with the strides that torch takes where there are none: as contiguous."""
+    sizes = members(args[2])
+    if not _is_empty(args[3]) or len(sizes) >= _MANY_DIMENSIONS:
+        return args
+    strides: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return (*args[:3], tuple(strides), *args[4:])
+
+
 def _of_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     """Compare the parameters of a plain tensor with its storage.
 
@@ -402,9 +451,9 @@ def _of_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     call = Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V2), args)
     if len(args) > 4 and args[4] is True and not _can_have_gradients(call):
         return "for gradients of integers"
-    # Without strides the tensor is contiguous.
-    problem = _problem_of_sizes(*args[2:4]) if not _is_empty(args[3]) else ""
-    if not problem and kind_of(args[0]) == "storage":
+    args = _with_strides(args)
+    problem = _problem_of_sizes(*args[2:4])
+    if not problem:
         is_complex = args[0].head[1].head[1].startswith("Complex")
         problem = _problem_of_metadata(args[6] if len(args) > 6 else None, is_complex)
         # Metadata do not change where the numbers are.
@@ -417,7 +466,8 @@ def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
     if args[4] is True:
         # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that requires grad".
         return f"for a tensor of {dtype} with gradients"
-    problem = _problem_of_sizes(*args[2:4]) if not _is_empty(args[3]) else ""
+    args = _with_strides(args)
+    problem = _problem_of_sizes(*args[2:4])
     if not problem:
         problem = _problem_of_metadata(args[7] if len(args) > 7 else None, dtype.startswith("complex"))
         read_tensor(Text("", 0, 0), Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V3), args[:7]), pickle.known)
@@ -456,6 +506,20 @@ def _of_meta_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 def _of_device_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     return "for gradients of integers" if args[3] is True and not _is_of_floats(args[1]) else ""
+
+
+def _of_dtensor(args: tuple[Any, ...], pickle: Pickle) -> str:
+    """Say why attributes are not those of a DTensor; nothing for another class."""
+    if not _is_dtensor(args[1]):
+        return ""
+    parts = args[3] if type(args[3]) is tuple else (args[3],)
+    attributes = {key.value: value for part in parts for key, value in pairs(part) if type(key) is Text}
+    is_right = (
+        kind_of(attributes.get("_local_tensor")) in ("", "tensor")
+        and kind_of(attributes.get("_spec")) in ("", "DTensorSpec")
+        and attributes.keys().isdisjoint(("device_mesh", "placements"))  # they cannot be set
+    )
+    return "" if is_right else "for a DTensor without its part or its description"
 
 
 def _of_sparse_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
@@ -565,7 +629,8 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("torch", "Size"): Rule((Parameter("numbers", _MADE_OF[1:], _make_a_size),), 0),
     ("torch", "device"): Rule(
         (
-            Parameter("a device that torch knows", ("str", "torch.device", "int"), _is_device),
+            # torch takes the number of a device of the machine, too, and writes none.
+            Parameter("a device that torch knows", ("str", "torch.device"), _is_device),
             Parameter("an index", ("int", "None")),
         ),
         1,
@@ -599,7 +664,17 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ),
     ("torch._utils", "_rebuild_nested_tensor"): Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
     ("torch._utils", "_rebuild_wrapper_subclass"): Rule(
-        (Parameter("a class of its own", ()), _DTYPE, _SIZES, _STRIDES, _OFFSET, _LAYOUT, _DEVICE, _FLAG), 8
+        (
+            Parameter("a class of its own", (KNOWN_GLOBAL,), _is_dtensor, (Kind.GLOBAL, Kind.CALL)),
+            _DTYPE,
+            _SIZES,
+            _STRIDES,
+            _OFFSET,
+            _LAYOUT,
+            _DEVICE,
+            _FLAG,
+        ),
+        8,
     ),
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): Rule(
         (Parameter("an array of numpy", ("numpy.ndarray",)), *_DEVICE_PARAMETERS), 4, _of_device_tensor
@@ -609,13 +684,15 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ),
     _FROM_TYPE: Rule(
         (
-            Parameter("a function", ("function or class",)),
-            Parameter("a class of tensors", ("function or class",), _is_class_of_tensors),
+            Parameter("a function", (KNOWN_GLOBAL,), None, (Kind.GLOBAL, Kind.CALL)),
+            Parameter("a class of tensors", (KNOWN_GLOBAL,), _is_class_of_tensors, (Kind.GLOBAL, Kind.CALL)),
             Parameter("a tuple", ("tuple", "list", "torch.Size")),
             _ATTRIBUTES,
         ),
         4,
+        _of_dtensor,
     ),
+    ZERO_STAGE: Rule((Parameter("a stage of ZeRO", ("int",), lambda value: 0 <= value <= 3),), 1),
     **ARRAY_RULES,
 }
 """Each function whose calls are judged -> its parameters."""

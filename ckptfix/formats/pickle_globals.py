@@ -205,8 +205,22 @@ SAFE_IN_FSDP = frozenset(
 )
 """Globals that ``torch.load(weights_only=True)`` reads where FSDP2 was imported, as in every run that uses it."""
 
-OF_DTENSORS = SAFE_IN_FSDP - {("torch.distributed.tensor", "DTensor")}
+DTENSOR = ("torch.distributed.tensor", "DTensor")
+"""The class of tensors of FSDP2, which pickles name and never call."""
+
+OF_DTENSORS = SAFE_IN_FSDP - {DTENSOR}
 """Classes of the objects by which a DTensor is described."""
+
+OF_DEEPSPEED = frozenset(
+    _named("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler")
+    | _named("deepspeed.utils.tensor_fragment", "fragment_address")
+)
+"""Classes whose instances the optimizer states of DeepSpeed hold."""
+
+OF_INSTANCES = OF_DTENSORS | OF_DEEPSPEED
+"""Classes of torch and of DeepSpeed whose instances are made without arguments, or from the values of a named tuple."""
+
+ZERO_STAGE = ("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 _NUMPY_DTYPES = """
     Bool Byte Bytes CLongDouble Complex128 Complex64 DateTime64 Float16 Float32 Float64 Int Int16 Int32 Int64 Int8 Long

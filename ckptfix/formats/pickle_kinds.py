@@ -3,8 +3,16 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from ckptfix.formats.pickle_globals import DTYPES, OF_DTENSORS, OF_NUMPY, SAFE, python_3_name
-from ckptfix.formats.pickle_tree import CALLS, Kind, Node, Text
+from ckptfix.formats.pickle_globals import (
+    DTENSOR,
+    DTYPES,
+    OF_INSTANCES,
+    OF_NUMPY,
+    SAFE,
+    ZERO_STAGE,
+    python_3_name,
+)
+from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, Text
 from ckptfix.formats.torch_tensors import PickledStorage, is_rebuild
 
 QSCHEMES = frozenset(
@@ -21,14 +29,19 @@ QSCHEMES = frozenset(
 MAPPINGS = frozenset({"dict", "OrderedDict", "Counter"})
 """Kinds of dicts."""
 
-ITERABLE = frozenset({"str", "bytes", "tuple", "list", "set", "torch.Size", "bytearray", *MAPPINGS})
+ITERABLE = frozenset(
+    {"str", "bytes", "tuple", "list", "set", "frozenset", "torch.Size", "bytearray", *MAPPINGS}
+)
 """Kinds whose members ``members`` returns."""
 
-_UNHASHABLE = frozenset({"list", "dict", "set", "bytearray", "OrderedDict", "Counter", "numpy.ndarray"})
+_UNHASHABLE = frozenset(
+    {"list", "dict", "set", "bytearray", "OrderedDict", "Counter", "numpy.ndarray", "fragment_address"}
+)
 _OF_NODES = {
     Kind.LIST: "list",
     Kind.DICT: "dict",
     Kind.SET: "set",
+    Kind.FROZENSET: "frozenset",
     Kind.BYTEARRAY: "bytearray",
     Kind.LONG_TEXT: "str",
     Kind.PERSISTENT: "storage",
@@ -43,10 +56,14 @@ OF_RESULTS = {
     ("torch", "Size"): "torch.Size",
     ("torch", "device"): "torch.device",
     ("torch.serialization", "_get_layout"): "torch.layout",
+    ZERO_STAGE: "ZeroStageEnum",
 }
 """Functions and classes -> the kind of what they make; tensors and arrays apart."""
 
-_JUDGED = SAFE | OF_NUMPY | OF_DTENSORS
+KNOWN_GLOBAL, OTHER_GLOBAL = "function or class", "function or class of another package"
+"""Kinds of globals: one that torch or numpy pickles by, and any other. No pickler names a number or a dict so."""
+
+_JUDGED = SAFE | OF_NUMPY | OF_INSTANCES | {DTENSOR, ZERO_STAGE}
 
 
 class Pickle(NamedTuple):
@@ -57,11 +74,26 @@ class Pickle(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter in words, the kinds that fit it (None: all), and what a value of these must be."""
+    """A parameter in words, the kinds that fit it (None: all), and what a value of these must be.
+
+    ``of_others``: the kinds of nodes that fit it although their function or class is not known: of a class of the
+    user's, say, where a tensor can be one of a subclass.
+    """
 
     words: str
     kinds: Collection[str] | None
     accepts: Callable[[Any], bool] | None = None
+    of_others: Collection[Kind] = ()
+
+    def fits(self, value: Any) -> bool:
+        """Return whether the function can take a value."""
+        kind = kind_of(value)
+        if not kind:
+            return self.kinds is None or value.kind in self.of_others
+        if kind == OTHER_GLOBAL:
+            return self.kinds is None or KNOWN_GLOBAL in self.kinds
+        is_of_kind = self.kinds is None or kind in self.kinds
+        return is_of_kind and (self.accepts is None or self.accepts(value))
 
 
 class Rule(NamedTuple):
@@ -90,15 +122,17 @@ def kind_of(value: Any) -> str:
         return _OF_NODES[value.kind]
     function = function_of(value if value.kind is Kind.GLOBAL else value.head)
     if function is None:
-        return ""
+        # A later torch can have more dtypes.
+        is_of_others = value.kind is Kind.GLOBAL and value.head[0] != "torch" and value.head != UNRESOLVABLE
+        return OTHER_GLOBAL if is_of_others else ""
     module, name = function
     if value.kind is Kind.GLOBAL:
         if module == "torch" and name in DTYPES:
             return "torch.dtype"
-        return "torch.qscheme" if name in QSCHEMES else "function or class"
+        return "torch.qscheme" if name in QSCHEMES else KNOWN_GLOBAL
     if value.kind not in CALLS or name == "_rebuild_from_type_v2":
         return ""
-    if function in OF_DTENSORS:
+    if function in OF_INSTANCES:
         return name
     if function in OF_NUMPY:
         return _kind_of_numpy(function, value.args)

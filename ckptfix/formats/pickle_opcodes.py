@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
+from ckptfix.formats.pickle_kinds import MAPPINGS, OTHER_GLOBAL, kind_of, noun
 from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text
 
 PADDING = bytes(16)
@@ -57,6 +58,7 @@ class Machine:
         self.heads: dict[tuple[str, str], tuple[str, str]] = {}
         self.refused: set[int] = set()
         self.refused_targets: set[str] = set()
+        self.impossible: set[str] = set()
         self.built: set[tuple[str, str]] = set()
         self.containers = 0
         self.calls: list[Node] = []
@@ -116,6 +118,7 @@ class Machine:
                 *sorted(opcode_name(code) for code in self.refused),
                 *sorted(self.refused_targets),
             ),
+            impossible=tuple(sorted(self.impossible)),
             built=frozenset(self.built),
             leftover=bool(self.stack or self.meta),
             calls=tuple(self.calls),
@@ -317,6 +320,7 @@ MAX_CONTAINERS = 4_000_000
 
 U32 = 0xFFFFFFFF
 _DICTS = frozenset({("collections", "OrderedDict"), ("collections", "Counter")})
+_SETS = frozenset({"set"})
 
 WEIGHTS_ONLY_OPCODES = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fGJKMXUQhjqr\x8a\x80.")
 """The opcodes of ``torch/_weights_only_unpickler.py`` of torch 2.13; it refuses a file with any other opcode."""
@@ -370,14 +374,14 @@ def _add_entries(machine: Machine, node: Node, entries: list[Any]) -> None:
 def _setitem(machine: Machine) -> None:
     value = machine.stack.pop()
     key = machine.stack.pop()
-    _check_target(machine, Kind.DICT, _DICTS)
+    _check_target(machine, Kind.DICT, MAPPINGS, _DICTS)
     _add_entries(machine, machine.stack[-1], [key, value])
     machine.position += 1
 
 
 def _setitems(machine: Machine) -> None:
     entries = machine.pop_mark()
-    _check_target(machine, Kind.DICT, _DICTS)
+    _check_target(machine, Kind.DICT, MAPPINGS, _DICTS)
     _add_entries(machine, machine.stack[-1], entries)
     machine.position += 1
 
@@ -396,13 +400,32 @@ def _appends(machine: Machine) -> None:
     machine.position += 1
 
 
-def _check_target(machine: Machine, kind: Kind, makers: frozenset[tuple[str, str]] = frozenset()) -> None:
+def _additems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _check_target(machine, Kind.SET, _SETS)
+    machine.note_keys(items)
+    _add_items(machine.stack[-1], items)
+    machine.position += 1
+
+
+def _check_target(
+    machine: Machine,
+    kind: Kind,
+    fitting: frozenset[str] = frozenset(),
+    makers: frozenset[tuple[str, str]] = frozenset(),
+) -> None:
     """Note an object that torch refuses to fill even when its class is allowed: all but lists, dicts and these
     classes.
+
+    ``fitting``: the kinds that an unpickler fills. A class of the user's can be filled, too, and nothing else.
     """
     node: Node = machine.stack[-1]
     if node.kind is kind:
         return
+    target = kind_of(node)
+    if target not in ("", OTHER_GLOBAL, *fitting):
+        opcode = opcode_name(machine.data[machine.position])
+        machine.impossible.add(f"the opcode {opcode} on {noun(target)}")
     head = node.head
     is_made = node.kind in CALLS and type(head) is Node and head.kind is Kind.GLOBAL
     if not is_made:
@@ -426,6 +449,8 @@ def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     node: Node = machine.stack[-1]
     if node.kind not in CALLS:
+        if node.kind not in (Kind.GLOBAL, Kind.BUFFER):
+            machine.impossible.add(f"the opcode BUILD on {noun(kind_of(node))}")
         _refuse_target(machine, node.kind.value)
     elif type(node.head) is Node and node.head.kind is Kind.GLOBAL:
         machine.built.add(node.head.head)
@@ -579,7 +604,7 @@ _ALL: dict[bytes, Callable[[Machine], None]] = {
     b"N": _constant(None), b"\x88": _constant(True), b"}": _container(Kind.DICT), b"]": _container(Kind.LIST),
     b"\x8f": _container(Kind.SET), b"d": _filled(Kind.DICT), b"l": _filled(Kind.LIST),
     b"\x91": _filled(Kind.FROZENSET), b"s": _setitem, b"u": _setitems, b"a": _append, b"e": _appends,
-    b"\x90": _appends, b"b": _build, b"\x87": _tuple3, b"\x81": _newobj, b"\x92": _newobj_ex, b"o": _obj,
+    b"\x90": _additems, b"b": _build, b"\x87": _tuple3, b"\x81": _newobj, b"\x92": _newobj_ex, b"o": _obj,
     b"i": _inst, b"c": _global_line, b"\x93": _stack_global, b"\x82": _extension(1), b"\x83": _extension(2),
     b"\x84": _extension(4), b"P": _persid, b"r": _long_binput, b"p": _put, b"\x94": _memoize, b"g": _get,
     b"0": _pop, b"1": _pop_mark, b"2": _dup, b"\x80": _proto, b"\x95": _frame,

@@ -88,6 +88,7 @@ class PickleTree:
     ones, in stream order. ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each
     FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
     ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
+    ``impossible``: what no unpickler does, such as "the opcode SETITEM on a set".
     ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``: values stay on the stack
     after STOP. ``calls``: every call, in stream order. ``keys``: keys and members that are neither strings nor numbers.
     ``last_memo``: the highest entry of the memo, 0 for one without gaps.
@@ -103,6 +104,7 @@ class PickleTree:
     frames: tuple[tuple[int, int], ...] = field(repr=False)
     duplicated: frozenset[int]
     refused_opcodes: tuple[str, ...]
+    impossible: tuple[str, ...]
     built: frozenset[tuple[str, str]]
     leftover: bool
     calls: tuple[Node, ...] = field(repr=False)

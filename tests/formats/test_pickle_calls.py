@@ -307,6 +307,94 @@ def test_a_call_of_numpy_is_refused_where_numpy_refuses_it(tmp_path: Path, name:
     assert bool(opcodes) == bool(said), f"torch says {said!r}, the reader says {opcodes}"
 
 
+class Made:
+    """A class of the user's."""
+
+
+MADE = Call(Made, (), ({"a": 1},), pickle.NEWOBJ)
+OF_OTHERS: dict[str, Any] = {
+    "an object": MADE,
+    "an object with a number": (MADE, 2),
+    "a class": Made,
+    "a class with a number": (Made, 2),
+    "a dict of a class": {"a": Made},
+    "a class without slots": (Made, None),
+    "slots of a class": (None, Made),
+}
+
+
+def cases_of_others() -> Iterator[tuple[str, Any]]:
+    for value_name, value in OF_OTHERS.items():
+        for name, (function, args) in CALLS.items():
+            for place in range(len(args)):
+                # Which of the user's functions and classes make a tensor does not show.
+                if name != "a tensor with attributes" or value is not Made or place > 1:
+                    changed = (*args[:place], value, *args[place + 1 :])
+                    yield f"{name} with {value_name} as argument {place + 1}", Call(function, changed)
+            yield f"{name} with {value_name} as its arguments", Call(function, value)
+            yield f"{name} with the state {value_name}", Call(function, args, (value,))
+        if type(value) is not tuple:
+            yield f"a class of the user's with {value_name} as its arguments", Call(Made, value)
+            yield f"a new object with {value_name} as its arguments", Call(Made, value, (), pickle.NEWOBJ)
+    yield "a call of an object", Call(MADE, ())
+    yield "a new object of an object", Call(MADE, (), (), pickle.NEWOBJ)
+    yield "a call of a class", Call(Made, ())
+
+
+CASES_OF_OTHERS = dict(cases_of_others())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sampled(CASES_OF_OTHERS))
+def test_an_object_of_the_users_is_refused_where_it_cannot_be(tmp_path: Path, name: str) -> None:
+    """Custom objects and DeepSpeed's files have any classes, and are read with ``weights_only=False``."""
+    data = zipped(pickled({"x": CASES_OF_OTHERS[name], "w": TENSOR}))
+    said = ""
+    try:
+        torch.load(io.BytesIO(data), weights_only=False)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    try:
+        parsed(tmp_path, data)
+        refused = ""
+    except FormatError as error:
+        refused = str(error)
+    assert bool(refused) == bool(said), f"torch says {said!r}, the reader says {refused!r}"
+
+
+ANY_PROTOCOL = {
+    "an item of a set": b"\x8fK\x01K\x02s",
+    "items of a set": b"\x8f(K\x01K\x02u",
+    "an item of a class of storages": b"ctorch\nFloatStorage\nK\x01K\x02s",
+    "an item of a layout": b"ctorch.serialization\n_get_layout\nX\x0d\0\0\0torch.strided\x85RK\x01K\x02s",
+    "a value more in a dict": b"}K\x01a",
+    "values more in a dict": b"}(K\x01e",
+    "a value more in a set": b"\x8fK\x01a",
+    "a member of a list": b"](K\x01\x90",
+    "a member of a dict": b"}(K\x01\x90",
+    "a list in a set": b"\x8f(]\x90",
+    "a state of a list": b"]}X\1\0\0\0aK\x01sb",
+    "a state of a dict": b"}}X\1\0\0\0aK\x01sb",
+    "members of a set": b"\x8f(K\x01\x90",
+    "items of a Counter": b"ccollections\nCounter\n)R(K\x01K\x02u",
+    "values in a deque": b"ccollections\ndeque\n)R(K\x01e",
+}
+
+
+@pytest.mark.parametrize("name", ANY_PROTOCOL)
+def test_what_no_unpickler_fills_is_refused(tmp_path: Path, name: str) -> None:
+    """In a custom object, too, which accelerate loads with ``weights_only=False``."""
+    data = zipped(b"\x80\x04" + ANY_PROTOCOL[name] + b".")
+    try:
+        torch.load(io.BytesIO(data), weights_only=False)
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    path = tmp_path / "custom_checkpoint_0.pkl"
+    path.write_bytes(data)
+    assert (check(path).status == 1) == bool(said), said
+
+
 FOUND: dict[str, tuple[Any, str]] = {
     "a flag that is a number": (
         Call(rebuild._rebuild_tensor_v2, (*TENSOR.args[:4], 1, OrderedDict())),
@@ -328,6 +416,17 @@ FOUND: dict[str, tuple[Any, str]] = {
     "gradients of integers": (
         Call(rebuild._rebuild_parameter, (NUMBERS, True, OrderedDict())),
         "calls torch._utils._rebuild_parameter for gradients of integers",
+    ),
+    "a tensor without strides that is larger than its storage": (
+        Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, (2, 4), (), False, OrderedDict())),
+        "reaches beyond its storage of 24 bytes",
+    ),
+    "an attribute that cannot be set": (
+        Call(
+            torch._tensor._rebuild_from_type_v2,
+            (rebuild._rebuild_tensor_v2, torch.Tensor, TENSOR.args, {"shape": 3}),
+        ),
+        "calls torch._tensor._rebuild_from_type_v2 with a wrong argument 4 (expected a dict of attributes",
     ),
     "a dtype that is called": (
         Call(torch.float32, (1,)),
@@ -666,3 +765,51 @@ def test_what_describes_a_dtensor_is_refused_where_torch_refuses_it(tmp_path: Pa
         except FormatError:
             refused = True
         assert refused == bool(said), (name, said)
+
+
+def test_attributes_of_a_dtensor_are_refused_where_torch_cannot_use_them(
+    tmp_path: Path, dtensor: Any
+) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    spec = Call(DTensorSpec, (), ({"mesh": None},), pickle.NEWOBJ)
+    slots = {"_local_tensor": TENSOR, "_spec": spec}
+    strided = Call(torch.serialization._get_layout, ("torch.strided",))
+    args = (DTensor, torch.float32, (2, 3), (3, 1), 0, strided, Call(torch.device, ("cpu",)), False)
+
+    def made(*state: Any, cls: Any = DTensor) -> Call:
+        function = rebuild._rebuild_wrapper_subclass
+        return Call(torch._tensor._rebuild_from_type_v2, (function, cls, args, state))
+
+    cases = {
+        "slots": made(None, slots),
+        "attributes": made({"note": 1}, slots),
+        "a number": made(1, slots),
+        "a tuple": made((2,), slots),
+        "a class": made(torch.FloatStorage, slots),
+        "another class": made(DTensor, slots),
+        "a shape": made({"shape": 1}, slots),
+        "placements": made({"placements": 1}, slots),
+        "no part": made(None, {"_spec": spec}),
+        "no slots": made(None, None),
+        "sizes of a class": made(None, slots)._replace(
+            args=(*made(None, slots).args[:2], (*args[:2], (DTensor, 3), *args[3:]), (None, slots))
+        ),
+        "a call of the class": Call(DTensor, ()),
+        "a new object": Call(DTensor, (), (), pickle.NEWOBJ),
+        "arguments that are the class": Call(OrderedDict, DTensor),
+    }
+    for name, case in cases.items():
+        data = zipped(pickled({"x": case, "w": TENSOR}))
+        try:
+            torch.load(io.BytesIO(data))["x"].to_local()
+            said = ""
+        except Exception as error:
+            said = str(error)
+        try:
+            parsed(tmp_path, data)
+            refused = ""
+        except FormatError as error:
+            refused = str(error)
+        assert bool(refused) == bool(said), (name, said, refused)
