@@ -813,3 +813,38 @@ def test_attributes_of_a_dtensor_are_refused_where_torch_cannot_use_them(
         except FormatError as error:
             refused = str(error)
         assert bool(refused) == bool(said), (name, said, refused)
+
+
+SCALER = b"cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n"
+ADDRESS = b"cdeepspeed.utils.tensor_fragment\nfragment_address\n"
+STAGE = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+STATE = b"}X\1\0\0\0aK\x01sb"
+
+OF_DEEPSPEED = {
+    "a scaler": (SCALER + b")\x81" + STATE, True),
+    "a scaler without a state": (SCALER + b")\x81", True),
+    "a scaler that is called": (SCALER + b")R", False),
+    "a scaler with an argument": (SCALER + b"K\x01\x85\x81", False),
+    "a scaler with a state of numbers": (SCALER + b")\x81}K\x02K\x01sb", False),
+    "an address": (ADDRESS + b")\x81" + STATE, True),
+    "an address as a key": (b"}" + ADDRESS + b")\x81" + STATE + b"K\x01s", False),
+    "an address in a key": (b"}" + ADDRESS + b")\x81" + STATE + b"\x85K\x01s", False),
+    "a stage": (STAGE + b"K\x02\x85R", True),
+    "a stage as a key": (b"}" + STAGE + b"K\x02\x85RK\x01s", True),
+    "a stage that does not exist": (STAGE + b"K\x04\x85R", False),
+    "a stage without a number": (STAGE + b")R", False),
+    "a stage of a dict": (STAGE + b"}\x85R", False),
+    "a call of a stage": (STAGE + b"K\x02\x85R)R", False),
+}
+"""Objects in the optimizer states of DeepSpeed, whether it makes them."""
+
+
+@pytest.mark.parametrize("name", OF_DEEPSPEED)
+def test_an_object_that_deepspeed_cannot_make_is_refused(tmp_path: Path, name: str) -> None:
+    data, is_right = OF_DEEPSPEED[name]
+    archive = zipped(b"\x80\x02" + data + b".")
+    if is_right:
+        parsed(tmp_path, archive)
+    else:
+        with pytest.raises(FormatError, match="the pickle"):
+            parsed(tmp_path, archive)
