@@ -41,7 +41,7 @@ from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, Identi
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
-from ckptfix.diagnosis.schedules import diagnose_schedules
+from ckptfix.diagnosis.schedules import diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import diagnose_wrong_states
 from ckptfix.formats.torch_file import TorchFile
@@ -213,15 +213,17 @@ def diagnose(
         optimizers = tuple(saved_optimizers(folder, sharded))
         explained = frozenset(one.path for one in findings)
         findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
+        is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
+        trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:
             findings += diagnose_schedules(folder, optimizers, damaged)
+            step = trainer.step if not folder.is_save_state else None
+            findings += diagnose_progress(folder, optimizers, damaged, home or folder.root, step)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:
             findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)
         of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
         findings += of_save.findings
-        is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
-        trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         findings += broken_trainer_state(folder, trainer)
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")

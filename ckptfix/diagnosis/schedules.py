@@ -3,18 +3,28 @@
 Facts from torch 2.13 (``torch/optim/lr_scheduler.py``), and from runs of every schedule of torch and transformers: most
 compute the next learning rate of a param group from its present one. LambdaLR, CosineAnnealingWarmRestarts and CyclicLR
 compute it from ``base_lrs``, one for each group.
+
+A scheduler records as ``_last_lr`` the learning rates that it gave to its optimizer. Nothing else in torch sets rates,
+so both files of a save have the same. Measured in runs of accelerate and of the Trainer with one and two processes,
+gradient accumulation, ``split_batches``, warm-up, schedules per step and per epoch, and resumes. A script may set rates
+itself, or keep a second scheduler elsewhere: then the checkpoints next to this one differ, too. The Trainer moves its
+schedule once for each of its steps, but for those that fp16 skips. Nothing counts the steps of a run of accelerate:
+``step`` in its random states counts batches, and begins again with each epoch.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
-from ckptfix.diagnosis.optimizer_states import SavedOptimizer
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, MixedSaves, MixedSteps
+from ckptfix.diagnosis.optimizer_states import SavedOptimizer, saved_optimizers
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
@@ -47,6 +57,9 @@ _FROM_BASE_RATES = {
 """A key that only this schedule has -> all keys of its own. These schedules read ``base_lrs`` in each step."""
 
 _MOST_NESTED = 16
+
+_MOST_MOVES = 1 << 53
+"""Python refuses to print the largest numbers that a pickle can hold."""
 
 
 def diagnose_schedules(
@@ -103,3 +116,169 @@ def _read_in_each_step(state: Any) -> Iterator[int]:
     # MultiplicativeLR has the keys of LambdaLR. It steps without ``base_lrs``, and then has as many rates as groups.
     if rates and (_BY_FUNCTION not in own or len(rates) == len(last)):
         yield len(rates)
+
+
+class _Progress(NamedTuple):
+    """The progress that the files of a folder record: by position, and that of the Trainer's scheduler.
+
+    ``rates``: of the param groups of optimizers. ``last``: rates that schedulers gave last. ``moves``: of the
+    scheduler, None for one whose moves are not the Trainer's steps.
+    """
+
+    rates: Mapping[int, tuple[float, ...]]
+    last: Mapping[int, tuple[float, ...]]
+    moves: int | None
+    step: int | None
+
+    def disagrees(self, index: int) -> bool | None:
+        """Return whether a scheduler gave its optimizer other rates, None where that is not known."""
+        rates, last = self.rates.get(index, ()), self.last.get(index, ())
+        if not rates or len(rates) != len(last):
+            return None
+        return last not in self.rates.values()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether the scheduler made more moves than the Trainer steps."""
+        return self.moves is not None and self.step is not None and self.moves > self.step
+
+
+class _Neighbour(NamedTuple):
+    name: str
+    progress: _Progress
+
+
+def diagnose_progress(
+    folder: CheckpointFolder,
+    optimizers: Sequence[SavedOptimizer],
+    damaged: frozenset[PurePosixPath],
+    home: Path,
+    step: int | None,
+) -> Iterator[Finding]:
+    """Yield the files that are of another save than those next to them. ``step``: of ``trainer_state.json``.
+
+    ``home``: where the checkpoints next to this one are. They are read only where two files disagree.
+    """
+    schedulers = {one.name.index: one.path for one in folder.components if one.role is Role.SCHEDULER}
+    files = {one.name.index: one.path for one in folder.components if one.role is Role.OPTIMIZER}
+    if not schedulers or not damaged.isdisjoint((*schedulers.values(), *files.values())):
+        return
+    own = _progress(folder, optimizers, step)
+    # Of two schedulers of one optimizer the first does not know the rates that the second gave.
+    apart = [index for index in schedulers if own.disagrees(index)] if len(schedulers) <= len(files) else []
+    if apart:
+        near = list(_neighbours(home, (Role.OPTIMIZER, Role.SCHEDULER)))
+        for index in apart:
+            yield from _mixed_rates(own, near, index, files[index], schedulers[index])
+    elif own.moves is not None and step is not None and own.moves != step:
+        yield from _mixed_steps(own.moves, step, list(_neighbours(home, (Role.SCHEDULER,))), schedulers[0])
+
+
+def _mixed_rates(
+    own: _Progress,
+    near: Sequence[_Neighbour],
+    index: int,
+    optimizer: PurePosixPath,
+    scheduler: PurePosixPath,
+) -> Iterator[MixedSaves]:
+    """Yield that an optimizer has other rates than its scheduler gave it, unless the script seems to set them.
+
+    Then the two files of another checkpoint differ, too, but for two checkpoints that exchanged a file.
+    """
+    rates, last = own.rates[index], own.last[index]
+    of_optimizer, of_scheduler, agreeing = "", "", 0
+    for name, other in near:
+        is_exchanged = other.last.get(index) == rates and other.rates.get(index) == last
+        if other.disagrees(index) and not is_exchanged:
+            return
+        if other.disagrees(index) is False or is_exchanged:
+            agreeing += 1
+            of_optimizer = of_optimizer or (name if other.last[index] == rates else "")
+            of_scheduler = of_scheduler or (name if other.rates[index] == last else "")
+    # Nothing but the checkpoints next to this one shows which of several schedulers is an optimizer's.
+    if len(own.rates) > 1 and not agreeing:
+        return
+    is_of_scheduler = bool(of_scheduler) and not of_optimizer
+    path, partner = (scheduler, optimizer) if is_of_scheduler else (optimizer, scheduler)
+    have, expected = (last, rates) if is_of_scheduler else (rates, last)
+    group = next(number for number, rate in enumerate(have) if rate != expected[number])
+    yield MixedSaves(
+        path=path,
+        partner=str(partner),
+        group=group if len(have) > 1 else None,
+        rate=have[group],
+        expected=expected[group],
+        save=of_optimizer or of_scheduler,
+    )
+
+
+def _mixed_steps(
+    moves: int, step: int, near: Sequence[_Neighbour], scheduler: PurePosixPath
+) -> Iterator[MixedSteps]:
+    """Yield that the Trainer's schedule moved more often than the Trainer, or as often as that of an earlier save."""
+    save = next((one.name for one in near if one.progress.moves == one.progress.step == moves), "")
+    is_ahead = moves > step and not any(one.progress.is_ahead for one in near)
+    if save or is_ahead:
+        yield MixedSteps(path=scheduler, moves=moves, step=step, save=save)
+
+
+def _neighbours(home: Path, roles: Collection[Role]) -> Iterator[_Neighbour]:
+    """Yield what files of these roles in the checkpoints next to one record."""
+    for name, _, path in neighbours(home):
+        with suppress(OSError):
+            folder = scan_folder(path, wanted=lambda file: file.role in roles)
+            yield _Neighbour(
+                name, _progress(folder, list(saved_optimizers(folder, ())), trainer_progress(path).step)
+            )
+
+
+def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer], step: int | None) -> _Progress:
+    states = {
+        one.name.index: one.content.tree.root
+        for one in folder.components
+        if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
+    }
+    with suppress(FormatError):
+        return _Progress(
+            rates={one.index: _numbers([group.get("lr") for group in one.values]) for one in optimizers},
+            last={
+                index: _numbers(items_of(child(state, "_last_lr")))
+                for index, state in states.items()
+                if _has_moved(state)
+            },
+            moves=_moves(states.get(0)) if len(states) == 1 else None,
+            step=step,
+        )
+    return _Progress({}, {}, None, None)
+
+
+def _has_moved(state: Any) -> bool:
+    """Return whether a schedule has left its beginning, during which scripts set rates for a warm-up of their own."""
+    nested = items_of(child(state, "_schedulers"))[:_MOST_NESTED]
+    return any(child(part, "last_epoch") not in (None, 0) for part in (state, *nested))
+
+
+def _numbers(values: Sequence[object]) -> tuple[float, ...]:
+    """Return learning rates, () where one is not a plain number, as of a capturable optimizer."""
+    numbers = tuple(
+        value
+        for value in values
+        if isinstance(value, float) or (type(value) is int and abs(value) < _MOST_MOVES)
+    )
+    return numbers if len(numbers) == len(values) else ()
+
+
+def _moves(state: Any) -> int | None:
+    """Return how often a schedule of torch was moved, None for one that does not move with each step.
+
+    ReduceLROnPlateau moves with each evaluation. A schedule that a script began at a later epoch has another
+    ``_step_count``.
+    """
+    if not is_dict_like(state):
+        return None
+    keys = frozenset(key.value for key, _ in pairs(state) if type(key) is Text)
+    moves, count = child(state, "last_epoch"), child(state, "_step_count")
+    is_whole = "_milestones" in keys or (type(moves) is int and count == moves + 1)
+    return (
+        moves if is_whole and type(moves) is int and 0 <= moves < _MOST_MOVES and "_last_lr" in keys else None
+    )

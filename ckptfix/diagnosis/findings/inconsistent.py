@@ -3,6 +3,7 @@
 from math import prod
 from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
@@ -263,6 +264,79 @@ class RoundedMoments(MismatchedMoments):
             "the load turns these moments into floating point numbers, whose fractions are lost: copy the file again "
             "from where it came, or resume from an older checkpoint"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSaves(Finding):
+    """An optimizer and its scheduler with different learning rates: they are of two saves.
+
+    ``partner``: the other file. ``group``: the param group, None where there is one. ``save``: the checkpoint next to
+    this one from which the file comes, "" where none shows it.
+    """
+
+    code = "mixed-saves"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler another number of "
+        "steps than `trainer_state.json`: the folder has files of two saves"
+    )
+
+    save: str = ""
+    partner: str
+    group: int | None = None
+    rate: float
+    expected: float
+
+    def __str__(self) -> str:
+        group = f" in param group {self.group}" if self.group is not None else ""
+        return (
+            f"{self.path}: learning rate {self.rate!r}{group} (expected {self.expected!r}, as in {self.partner})"
+            f"{_as_in(self.save)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one save together, unless the script explains the rates."""
+        return (
+            "a load succeeds, and the run goes on with the files of two saves: copy all files of one save again, or "
+            "resume from another checkpoint. If the script sets the learning rate itself, ignore this"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSteps(MixedSaves):
+    """A scheduler of the Trainer with another number of ``moves`` than the Trainer made steps."""
+
+    partner: str = TRAINER_STATE
+    rate: float = 0
+    expected: float = 0
+    moves: int
+    step: int
+
+    def __str__(self) -> str:
+        at_most = " at most" if self.moves > self.step else ""
+        return (
+            f"{self.path}: {count_of(self.moves, 'step')} (expected {self.step}{at_most}, as in {self.partner})"
+            f"{_as_in(self.save)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one save together, unless the run explains the steps."""
+        explained = (
+            "the script passes a scheduler to the Trainer that made steps before"
+            if self.moves > self.step
+            else "fp16 skipped every step since then"
+        )
+        return (
+            "the Trainer resumes without an error, with the learning rates of another step: copy all files of one save "
+            f"again, or resume from another checkpoint. If {explained}, ignore this"
+        )
+
+
+def _as_in(save: str) -> str:
+    return f"; it is of the save of {save}" if save else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,253 @@
+"""Files of two saves of a run in one folder: two files that record different progress are told, no healthy run is."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ckptfix import check
+from tests.diagnosis.test_schedules import SCHEDULES, Run
+from tests.diagnosis.test_trainer_states import trainer_in
+from tests.sampling import sampled
+
+
+def told(root: Path) -> list[str]:
+    report = check(root)
+    findings = [str(one) for one in report.all_findings if one.code == "mixed-saves"]
+    assert not findings or report.status == 1
+    return findings
+
+
+def saves(root: Path, *makes: str, groups: int = 2, numbers: tuple[int, ...] = (0, 3, 6)) -> list[Path]:
+    """Save a run of accelerate after these numbers of steps."""
+    run = Run(groups, *(SCHEDULES[make] for make in makes))
+    folders = []
+    for before, number in zip((0, *numbers), numbers, strict=False):
+        run.step(number - before)
+        folders.append(run.save(root / f"checkpoint_{number}"))
+    return folders
+
+
+@pytest.mark.parametrize("make", sampled(list(SCHEDULES)))
+def test_no_healthy_run_is_told_and_every_change_of_rates_is(make: str, tmp_path: Path) -> None:
+    first, older, newer = saves(tmp_path, make)
+    assert [told(root) for root in (first, older, newer)] == [[], [], []]
+    rates = [
+        [group["lr"] for group in torch.load(root / "optimizer.bin")["param_groups"]]
+        for root in (older, newer, first)
+    ]
+    shutil.copy(older / "optimizer.bin", newer)
+    findings = told(newer)
+    assert len(findings) == (rates[0] != rates[1])
+    shutil.copy(first / "optimizer.bin", newer)
+    assert len(told(newer)) == (rates[2] != rates[1])
+    shutil.copy(older / "optimizer.bin", newer)
+    resumed = Run(2, SCHEDULES[make])
+    assert resumed.goes_on(newer), "stock accelerate takes the mix without an error"
+    if findings:
+        group = 0 if rates[0][0] != rates[1][0] else 1
+        assert findings == [
+            f"optimizer.bin: learning rate {rates[0][group]!r} in param group {group} (expected "
+            f"{rates[1][group]!r}, as in scheduler.bin); it is of the save of checkpoint_3"
+        ]
+
+
+def test_the_file_of_the_other_save_is_named(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
+    shutil.copy(newer / "scheduler.bin", older)
+    assert told(older) == [
+        "scheduler.bin: learning rate 0.0015625 (expected 0.0125, as in optimizer.bin); it is of the save of "
+        "checkpoint_6"
+    ]
+    assert told(newer) == []
+
+
+def test_two_files_that_were_exchanged_between_saves_are_both_told(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
+    content = (older / "optimizer.bin").read_bytes()
+    shutil.copy(newer / "optimizer.bin", older)
+    (newer / "optimizer.bin").write_bytes(content)
+    assert [told(root)[0].rpartition(" ")[2] for root in (older, newer)] == ["checkpoint_6", "checkpoint_3"]
+
+
+def test_a_folder_alone_is_told_without_the_other_save(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
+    alone = Path(shutil.copytree(newer, tmp_path / "alone"))
+    shutil.copy(older / "optimizer.bin", alone)
+    assert told(alone) == ["optimizer.bin: learning rate 0.0125 (expected 0.0015625, as in scheduler.bin)"]
+
+
+def test_of_several_optimizers_the_checkpoints_next_to_them_show_the_pairs(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "LambdaLR", "StepLR", groups=1)
+    shutil.copy(older / "optimizer_1.bin", newer)
+    assert [words.partition(":")[0] for words in told(newer)] == ["optimizer_1.bin"]
+    alone = Path(shutil.copytree(newer, tmp_path / "alone"))
+    assert told(alone) == []
+
+
+def saved_by_a_script_that_sets_rates(root: Path, rates: dict[int, float]) -> list[Path]:
+    """Save a run whose script sets the rate after some steps of its scheduler."""
+    run = Run(1, SCHEDULES["StepLR"])
+    folders = []
+    for number in range(1, 6):
+        if number > 1:
+            run.step(1)
+        if number in rates:
+            run.optimizers[0].param_groups[0]["lr"] = rates[number]
+        folders.append(run.save(root / f"checkpoint_{number}"))
+    return folders
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {number: 0.02 * number for number in range(1, 6)},
+        {number: 0.1 * 0.7**number for number in range(1, 6)},
+        {1: 0.01},
+    ],
+    ids=["rising", "falling", "a warm-up before the schedule moves"],
+)
+def test_a_script_that_sets_the_rates_itself_is_not_told(rates: dict[int, float], tmp_path: Path) -> None:
+    for root in saved_by_a_script_that_sets_rates(tmp_path, rates):
+        assert told(root) == []
+
+
+def test_rates_in_tensors_and_a_second_scheduler_are_not_judged(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
+    shutil.copy(older / "optimizer.bin", newer)
+    shutil.copy(newer / "scheduler.bin", newer / "scheduler_1.bin")
+    assert told(newer) == []
+    (newer / "scheduler_1.bin").unlink()
+    state = torch.load(newer / "optimizer.bin")
+    state["param_groups"][0]["lr"] = torch.tensor(0.1)
+    torch.save(state, newer / "optimizer.bin")
+    assert told(newer) == []
+
+
+@pytest.mark.parametrize("rate", [10**5000, -(10**5000), float("inf"), "0.1", None, True], ids=type)
+def test_a_rate_that_is_no_number_is_not_judged_and_none_is_printed_in_full(
+    rate: Any, tmp_path: Path
+) -> None:
+    (root,) = saves(tmp_path, "LambdaLR", groups=1, numbers=(3,))
+    state = torch.load(root / "scheduler.bin", weights_only=False)
+    state["_last_lr"], state["last_epoch"] = [rate], rate
+    torch.save(state, root / "scheduler.bin")
+    assert all(len(words) < 200 for words in told(root))
+
+
+# --- the Trainer ---------------------------------------------------------------------------------------------------
+
+
+def trained(output: Path, **arguments: Any) -> Any:
+    trainer = trainer_in(output)
+    for name, value in arguments.items():
+        setattr(trainer.args, name, value)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("run")
+    trained(output, max_steps=6).train()
+    return output
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def put(run: Path, source: str, target: str, *names: str) -> Path:
+    for name in names:
+        shutil.copy(run / source / name, run / target)
+    return run / target
+
+
+BOTH = ("optimizer.pt", "scheduler.pt")
+
+
+def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path: Path) -> None:
+    assert [told(root) for root in sorted(run.iterdir())] == [[], [], []]
+    (words,) = told(put(run, "checkpoint-2", "checkpoint-4", "optimizer.pt"))
+    assert words.startswith("optimizer.pt: learning rate ")
+    assert words.endswith("of the save of checkpoint-2")
+    put(run, "checkpoint-2", "checkpoint-4", "scheduler.pt")
+    assert told(run / "checkpoint-4") == [
+        "scheduler.pt: 2 steps (expected 4, as in trainer_state.json); it is of the save of checkpoint-2"
+    ]
+    trainer = trained(tmp_path / "resumed", max_steps=6)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert (trainer.state.global_step, trainer.lr_scheduler.last_epoch) == (6, 4)
+    put(run, "checkpoint-6", "checkpoint-4", *BOTH)
+    assert told(run / "checkpoint-4") == [
+        "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json); it is of the save of checkpoint-6"
+    ]
+    shutil.rmtree(run / "checkpoint-6")
+    assert told(run / "checkpoint-4") == [
+        "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json)"
+    ]
+
+
+def test_next_to_random_states_of_accelerate_the_steps_are_a_script_s(run: Path) -> None:
+    root = put(run, "checkpoint-6", "checkpoint-4", *BOTH)
+    (root / "rng_state.pth").unlink()
+    (_, accelerates) = saves(run.parent / "accelerate", "LambdaLR", numbers=(0, 1))
+    shutil.copy(accelerates / "random_states_0.pkl", root)
+    assert told(root) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lr_scheduler_type": kind}
+        for kind in ("constant", "cosine", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts")
+    ]
+    + [
+        {"gradient_accumulation_steps": 2},
+        {"warmup_steps": 3},
+        {"optim": "adafactor"},
+        {"optim": "sgd"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 4},
+    ],
+    ids=lambda arguments: "-".join(map(str, arguments.values())),
+)
+def test_no_run_of_the_trainer_is_told(arguments: dict[str, Any], tmp_path: Path) -> None:
+    trainer = trained(tmp_path, max_steps=6, **arguments)
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.args.metric_for_best_model = "eval_loss"
+    trainer.train()
+    assert [told(root) for root in sorted(tmp_path.glob("checkpoint-*"))] == [[], [], []]
+
+
+def test_steps_that_fp16_skips_and_a_scheduler_that_made_steps_before_are_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import accelerate
+
+    skipped = [True, False, False, True, False, False]
+    trainer = trained(tmp_path / "fp16", max_steps=6)
+    monkeypatch.setattr(
+        accelerate.Accelerator,
+        "optimizer_step_was_skipped",
+        property(lambda _: skipped[trainer.state.global_step]),
+    )
+    trainer.train()
+    moves = [
+        torch.load(root / "scheduler.pt")["last_epoch"] for root in sorted((tmp_path / "fp16").iterdir())
+    ]
+    assert moves == [1, 2, 4]
+    assert [told(root) for root in sorted((tmp_path / "fp16").iterdir())] == [[], [], []]
+    monkeypatch.undo()
+
+    twice = trained(tmp_path / "twice", max_steps=4)
+    twice.optimizer = torch.optim.AdamW(twice.model.parameters())
+    twice.lr_scheduler = lr_scheduler.OneCycleLR(twice.optimizer, 0.1, total_steps=20)
+    twice.train()
+    twice.train()
+    state = json.loads((tmp_path / "twice/checkpoint-4/trainer_state.json").read_text())
+    assert state["global_step"] < torch.load(tmp_path / "twice/checkpoint-4/scheduler.pt")["last_epoch"]
+    assert [told(root) for root in sorted((tmp_path / "twice").iterdir())] == [[], []]
