@@ -23,7 +23,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, MixedSaves, MixedSteps
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, MixedRates, MixedSaves, MixedSteps
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, saved_optimizers
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
@@ -137,11 +137,6 @@ class _Progress(NamedTuple):
             return None
         return last not in self.rates.values()
 
-    @property
-    def is_ahead(self) -> bool:
-        """Return whether the scheduler made more moves than the Trainer steps."""
-        return self.moves is not None and self.step is not None and self.moves > self.step
-
 
 class _Neighbour(NamedTuple):
     name: str
@@ -202,7 +197,7 @@ def _mixed_rates(
     path, partner = (scheduler, optimizer) if is_of_scheduler else (optimizer, scheduler)
     have, expected = (last, rates) if is_of_scheduler else (rates, last)
     group = next(number for number, rate in enumerate(have) if rate != expected[number])
-    yield MixedSaves(
+    yield (MixedRates if agreeing else MixedSaves)(
         path=path,
         partner=str(partner),
         group=group if len(have) > 1 else None,
@@ -215,10 +210,12 @@ def _mixed_rates(
 def _mixed_steps(
     moves: int, step: int, near: Sequence[_Neighbour], scheduler: PurePosixPath
 ) -> Iterator[MixedSteps]:
-    """Yield that the Trainer's schedule moved more often than the Trainer, or as often as that of an earlier save."""
+    """Yield that the Trainer's schedule moved as often as that of another save.
+
+    Another number alone shows nothing: fp16 skips steps, and a second ``train()`` goes on with the schedule.
+    """
     save = next((one.name for one in near if one.progress.moves == one.progress.step == moves), "")
-    is_ahead = moves > step and not any(one.progress.is_ahead for one in near)
-    if save or is_ahead:
+    if save:
         yield MixedSteps(path=scheduler, moves=moves, step=step, save=save)
 
 

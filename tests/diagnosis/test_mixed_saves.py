@@ -15,10 +15,10 @@ from tests.diagnosis.test_trainer_states import trainer_in
 from tests.sampling import sampled
 
 
-def told(root: Path) -> list[str]:
+def told(root: Path, *, proves: bool = True) -> list[str]:
     report = check(root)
     findings = [str(one) for one in report.all_findings if one.code == "mixed-saves"]
-    assert not findings or report.status == 1
+    assert not findings or report.status == proves
     return findings
 
 
@@ -74,11 +74,13 @@ def test_two_files_that_were_exchanged_between_saves_are_both_told(tmp_path: Pat
     assert [told(root)[0].rpartition(" ")[2] for root in (older, newer)] == ["checkpoint_6", "checkpoint_3"]
 
 
-def test_a_folder_alone_is_told_without_the_other_save(tmp_path: Path) -> None:
+def test_a_folder_alone_is_a_note_without_the_other_save(tmp_path: Path) -> None:
     _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
     alone = Path(shutil.copytree(newer, tmp_path / "alone"))
     shutil.copy(older / "optimizer.bin", alone)
-    assert told(alone) == ["optimizer.bin: learning rate 0.0125 (expected 0.0015625, as in scheduler.bin)"]
+    assert told(alone, proves=False) == [
+        "optimizer.bin: learning rate 0.0125 (expected 0.0015625, as in scheduler.bin)"
+    ]
 
 
 def test_of_several_optimizers_the_checkpoints_next_to_them_show_the_pairs(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_rate_that_is_no_number_is_not_judged_and_none_is_printed_in_full(
     state = torch.load(root / "scheduler.bin", weights_only=False)
     state["_last_lr"], state["last_epoch"] = [rate], rate
     torch.save(state, root / "scheduler.bin")
-    assert all(len(words) < 200 for words in told(root))
+    assert all(len(words) < 200 for words in told(root, proves=False))
 
 
 # --- the Trainer ---------------------------------------------------------------------------------------------------
@@ -187,9 +189,7 @@ def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path
         "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json); it is of the save of checkpoint-6"
     ]
     shutil.rmtree(run / "checkpoint-6")
-    assert told(run / "checkpoint-4") == [
-        "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json)"
-    ]
+    assert told(run / "checkpoint-4") == []
 
 
 def test_next_to_random_states_of_accelerate_the_steps_are_a_script_s(run: Path) -> None:

@@ -268,14 +268,14 @@ class RoundedMoments(MismatchedMoments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSaves(Finding):
-    """An optimizer and its scheduler with different learning rates: they are of two saves.
+    """An optimizer and its scheduler with different learning rates: they may be of two saves.
 
     ``partner``: the other file. ``group``: the param group, None where there is one. ``save``: the checkpoint next to
     this one from which the file comes, "" where none shows it.
     """
 
     code = "mixed-saves"
-    severity = Severity.WARNING
+    severity = Severity.NOTE
     action = Action.TELL
     meaning = (
         "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler another number of "
@@ -305,9 +305,17 @@ class MixedSaves(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedSteps(MixedSaves):
-    """A scheduler of the Trainer with another number of ``moves`` than the Trainer made steps."""
+class MixedRates(MixedSaves):
+    """The same, where the checkpoints next to this one show that the script does not set the rates itself."""
 
+    severity = Severity.WARNING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSteps(MixedSaves):
+    """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another ``step``."""
+
+    severity = Severity.WARNING
     partner: str = TRAINER_STATE
     rate: float = 0
     expected: float = 0
