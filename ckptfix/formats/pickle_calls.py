@@ -88,6 +88,7 @@ _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_PARAMETER = ("torch._utils", "_rebuild_parameter")
 _REBUILD_V3 = ("torch._utils", "_rebuild_tensor_v3")
 _FROM_TYPE = ("torch._tensor", "_rebuild_from_type_v2")
+_WRAPPER = ("torch._utils", "_rebuild_wrapper_subclass")
 _ORDERED_DICT = ("collections", "OrderedDict")
 
 
@@ -508,8 +509,14 @@ def _of_device_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     return "for gradients of integers" if args[3] is True and not _is_of_floats(args[1]) else ""
 
 
-def _of_dtensor(args: tuple[Any, ...], pickle: Pickle) -> str:
-    """Say why attributes are not those of a DTensor; nothing for another class."""
+def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
+    """Say why a tensor is not of its class, or attributes are not those of a DTensor."""
+    if function_of(args[0]) == _WRAPPER:
+        # torch makes the tensor of the class in the arguments, and cannot turn it into one of another class.
+        named = members(args[2])[:1]
+        both = [one.head for one in (args[1], *named) if type(one) is Node and one.kind is Kind.GLOBAL]
+        if len(both) == 2 and both[0] != both[1]:
+            return f"for a {both[0][1]:.80} made as a {both[1][1]:.80}"
     if not _is_dtensor(args[1]):
         return ""
     parts = args[3] if type(args[3]) is tuple else (args[3],)
@@ -663,7 +670,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         (_PLAIN_DTYPE, _SIZES, _SIZES, _FLAG_OR_NONE), 4, _of_meta_tensor
     ),
     ("torch._utils", "_rebuild_nested_tensor"): Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
-    ("torch._utils", "_rebuild_wrapper_subclass"): Rule(
+    _WRAPPER: Rule(
         (
             Parameter("a class of its own", (KNOWN_GLOBAL,), _is_dtensor, (Kind.GLOBAL, Kind.CALL)),
             _DTYPE,
@@ -690,7 +697,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
             _ATTRIBUTES,
         ),
         4,
-        _of_dtensor,
+        _of_type,
     ),
     ZERO_STAGE: Rule((Parameter("a stage of ZeRO", ("int",), lambda value: 0 <= value <= 3),), 1),
     **ARRAY_RULES,

@@ -789,6 +789,8 @@ def test_attributes_of_a_dtensor_are_refused_where_torch_cannot_use_them(
         "a tuple": made((2,), slots),
         "a class": made(torch.FloatStorage, slots),
         "another class": made(DTensor, slots),
+        "a tensor of another class": made(None, slots, cls=torch.Tensor),
+        "a parameter": made(None, slots, cls=torch.nn.Parameter),
         "a shape": made({"shape": 1}, slots),
         "placements": made({"placements": 1}, slots),
         "no part": made(None, {"_spec": spec}),
