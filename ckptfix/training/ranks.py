@@ -101,7 +101,7 @@ TIMEOUT = 540.0
 
 VARIABLE = "CKPTFIX_SAVE_TIMEOUT"
 
-_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks
+_SHORTEST, _LONGEST = 0.0003, 0.05  # seconds between two looks
 
 _log = logging.getLogger("ckptfix")
 _number = 0  # of the next meeting
@@ -148,12 +148,13 @@ def meet(
                 verdict = store.get(_VERDICT)
             elif waited >= timeout:
                 verdict = store.compare_set(_VERDICT, "", f"given up by {rank}")
-            elif waited >= PATIENCE and not is_said:
-                is_said = True
-                text = _why(what, PATIENCE, _missing(store, processes), can_save_alone)
-                _log.warning("%s; after %g s this save ends with an error", text, timeout)
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST)
+            else:
+                if waited >= PATIENCE and not is_said:
+                    is_said = True
+                    text = _why(what, PATIENCE, _missing(store, processes), can_save_alone)
+                    _log.warning("%s; after %g s this save ends with an error", text, timeout)
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST)
         _number += 1
         if verdict != _ALL and time.monotonic() - begin >= timeout:
             raise OperationError(

@@ -23,6 +23,7 @@ from ckptfix import check
 from ckptfix.checkpoint.latest import candidates, incomplete, newest_complete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.training import ranks
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.guard import guard_of
 from ckptfix.training.resuming.guarded_load import latest_checkpoint
@@ -331,6 +332,22 @@ def test_a_process_that_comes_after_another_gave_up_waits_for_the_next_meeting(t
 
     assert run_ranks(3, work) == [0, 0, 0]
     assert incomplete(tmp_path / "c") is None
+
+
+def test_a_process_goes_on_as_soon_as_it_sees_that_all_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It slept once more, and all others waited for it in the next step of the save."""
+    store, sleeps = torch.distributed.HashStore(), []
+
+    def arrive(seconds: float) -> None:
+        sleeps.append(seconds)
+        meeting = torch.distributed.PrefixStore(f"ckptfix/save/{ranks._number}", store)
+        meeting.set("1", "folder")
+        meeting.compare_set("verdict", "", "all")
+
+    monkeypatch.setattr(ranks, "_store", lambda: store)
+    monkeypatch.setattr(time, "sleep", arrive)
+    assert ranks.meet(0, 2, "folder", 60.0, can_save_alone=False) == ["folder", "folder"]
+    assert len(sleeps) == 1
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
