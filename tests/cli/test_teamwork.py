@@ -123,7 +123,11 @@ def ranks(
             struck, other = (started[int(str(strike[0])) ^ turn] for turn in (0, 1))
             other.wait(120)
             struck.kill()
-        ended = [(one, *one.communicate(timeout=120)) for one in started]
+        try:
+            ended = [(one, *one.communicate(timeout=120)) for one in started]
+        finally:
+            for process in started:  # where the other has hung
+                process.kill()
     return [subprocess.CompletedProcess(one.args, one.returncode, out, err) for one, out, err in ended]
 
 
