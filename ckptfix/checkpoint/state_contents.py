@@ -5,6 +5,7 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - ``Optimizer.load_state_dict`` refuses whatever has no ``state`` and no ``param_groups``. A class of a script's own may
   save another dict, as Lookahead does around another optimizer.
 - ``LRScheduler.load_state_dict`` updates its ``__dict__`` with anything dict-like, and starts anew without an error.
+  Its next step adds 1 to ``last_epoch`` and ``_step_count``, whatever they are.
 - ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
   Python, numpy, torch and its devices. The Trainer fails.
 - ``GradScaler.load_state_dict`` refuses whatever has no ``scale``; a disabled one saves, and loads, an empty dict.
@@ -243,8 +244,12 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     root = file.tree.root
     content = _content(file)
     if content is expected:
-        problem = _problem_of_optimizer(root) if expected is Content.OPTIMIZER else ""
-        if expected in _GENERATORS:
+        problem = ""
+        if expected is Content.OPTIMIZER:
+            problem = _problem_of_optimizer(root)
+        elif expected is Content.SCHEDULER:
+            problem = _problem_of_scheduler(root)
+        elif expected in _GENERATORS:
             problem = _problem_of_random_states(file.tree, *_GENERATORS[expected])
         return StateProblem(expected, problem, None) if problem else None
     if expected in _NESTED and _is_inside(expected, root):
@@ -332,6 +337,20 @@ def _problem_of_optimizer(root: object) -> str:
         if type(members) in (int, float, bool):
             return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
     return ""
+
+
+def _problem_of_scheduler(root: object) -> str:
+    """Return why the next step of a scheduler fails, "" for one that steps. A load takes everything."""
+    for key, value in pairs(root):
+        if type(key) is not Text or key.value not in _COUNTS or type(value) in (int, float, bool):
+            continue
+        if _is_plain(value) and not is_tensor(value):
+            return f"a scheduler's state whose {key.value!r} is {_noun(value)}"
+    return ""
+
+
+_COUNTS = ("last_epoch", "_step_count")
+"""Values to which each step of torch's schedulers adds 1."""
 
 
 def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,33 @@ def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(state: Any, tm
         assert finding.advice.endswith("Where a class of your own reads it, ignore this")
     assert loads(root) != "right"
     assert latest_checkpoint(tmp_path) == root
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("last_epoch", None, "'last_epoch' is None"),
+        ("last_epoch", "3", "'last_epoch' is a string"),
+        ("_step_count", [3], "'_step_count' is a list"),
+        ("last_epoch", 3.0, ""),
+        ("last_epoch", torch.tensor(3), ""),
+        ("_last_lr", None, ""),
+    ],
+)
+def test_counts_of_a_scheduler_with_which_no_step_is_made(
+    key: str, value: Any, words: str, saved: dict[str, Any], tmp_path: Path
+) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save({**saved[SCHEDULER], key: value}, root / SCHEDULER)
+    run = Run(steps=0)
+    run.accelerator.load_state(str(root))
+    run.optimizer.step()
+    with pytest.raises(TypeError) if words else nullcontext():
+        run.scheduler.step()
+    expected = [f"holds a scheduler's state whose {words}"] if words else []
+    found = told(root, "unknown-state")
+    assert len(found) == len(expected)
+    assert all(text in line for text, line in zip(expected, found, strict=True))
 
 
 def test_a_custom_object_may_be_anything(tmp_path: Path) -> None:
