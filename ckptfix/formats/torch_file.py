@@ -17,9 +17,9 @@ from ckptfix.formats import torch_zip
 from ckptfix.formats.pickle_calls import ensure_calls
 from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, TreeWalk
+from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, TreeWalk
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
-from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, read_storage, storages
+from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_rebuild, read_storage, storages
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
 from ckptfix.storage.reading import FileReader
 
@@ -170,11 +170,43 @@ def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
     # (``torch/csrc/serialization.cpp``) writes numbers as little-endian on every machine.
     system = read_pickle(reader, position, _SMALL)
     offset = position + system.end
-    tree = read_pickle(reader, offset)
+    tree = _with_classes(read_pickle(reader, offset))
     keys_offset = offset + tree.end
     key_list = read_pickle(reader, keys_offset)
     parts = (key_list, system, version, first, tree)
     return LegacyPickles(tree, offset, _keys(key_list), keys_offset + key_list.end, parts)
+
+
+def _with_classes(tree: PickleTree) -> PickleTree:
+    """Return the object of a legacy file with classes of modules in the place of their persistent ids.
+
+    ``_legacy_save`` writes ``("module", class, source file, source)`` for a class of a module, and a load puts the
+    class there. ``weights_only`` refuses the id, whatever is allowed.
+    """
+    storage_ids: list[Node] = []
+    for node in tree.persistent:
+        pid = node.head
+        cls = pid[1] if type(pid) is tuple and len(pid) == 4 and _is_text(pid[0], "module") else None
+        if (
+            type(cls) is not Node
+            or cls.kind not in (Kind.GLOBAL, *CALLS)
+            or (cls.kind is Kind.GLOBAL and is_rebuild(*cls.head))
+        ):
+            storage_ids.append(node)
+        elif all(part is None or _is_text(part) for part in pid[2:]):
+            node.kind, node.head, node.args = cls.kind, cls.head, cls.args
+        else:
+            raise FormatError("the source of a module's class is not text, so torch.load fails")
+    if len(storage_ids) == len(tree.persistent):
+        return tree
+    refused = (*tree.refused_opcodes, "BINPERSID of a module's class")
+    return replace(tree, persistent=tuple(storage_ids), refused_opcodes=refused)
+
+
+def _is_text(value: object, expected: str | None = None) -> bool:
+    if type(value) is Text:
+        return expected is None or value.value == expected
+    return expected is None and type(value) is Node and value.kind is Kind.LONG_TEXT
 
 
 def patch(file: LegacyFile, new_pickle: bytes) -> PatchedBytes:

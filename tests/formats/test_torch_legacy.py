@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfix import check
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_file
 from ckptfix.formats.torch_file import read_torch_file
@@ -232,3 +233,89 @@ def test_what_weights_only_refuses_in_the_pickles_around_the_object(tmp_path: Pa
     data = saved({"a": torch.ones(2)}, **LEGACY)
     hidden = data.replace(b"little_endianq\x02\x88", b"little_endianq\x02N0\x88")
     assert parsed(tmp_path, hidden).tree.refused_opcodes == ("POP",)
+
+
+class Outer:
+    class Net(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "mine.pt", "custom_checkpoint_0.pkl", "optimizer.bin"])
+@pytest.mark.parametrize("make", [model, Outer.Net, lambda: {"model": model(), "epoch": 1}])
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+def test_a_module_is_judged_as_its_zip_form_is(tmp_path: Path, name: str, make: Any) -> None:
+    """A legacy save puts the source of each module's class next to the class."""
+    zipped, legacy = tmp_path / "zip" / name, tmp_path / "legacy" / name
+    for path, options in ((zipped, {}), (legacy, LEGACY)):
+        path.parent.mkdir()
+        torch.save(make(), path, **options)
+        torch.load(path, weights_only=False)
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=True)
+    of_zip, of_legacy = (
+        [(finding.code, getattr(finding, "globals", ())) for finding in check(path).findings]
+        for path in (zipped, legacy)
+    )
+    assert of_legacy == of_zip
+    assert (
+        of_zip == [] if name.startswith("custom") else [code for code, _ in of_zip] == ["unloadable-pickle"]
+    )
+
+
+def test_allowed_classes_do_not_help_a_legacy_module(tmp_path: Path) -> None:
+    path = tmp_path / "mine.pt"
+    torch.save(torch.nn.Linear(2, 2), path, **LEGACY)
+    with (
+        torch.serialization.safe_globals([torch.nn.Linear, getattr, set]),
+        pytest.raises(pickle.UnpicklingError, match="persistent_load"),
+    ):
+        torch.load(path, weights_only=True)
+    (finding,) = check(path).findings
+    assert "BINPERSID of a module's class" in str(finding)
+    assert "add_safe_globals" not in finding.advice
+
+
+class Hostile:
+    """A class with a source that is not one, or a function in its place."""
+
+    def __init__(self, *pid: Any) -> None:
+        self.pid = pid
+
+
+@pytest.mark.parametrize(
+    ("pid", "error"),
+    [
+        (("module", torch.nn.Linear, 1, "source"), "not text"),
+        (("module", torch.nn.Linear, "file", b"source"), "not text"),
+        (("module", torch._utils._rebuild_tensor_v2, None, None), "persistent id"),
+        (("module", 5, None, None), "persistent id"),
+        (("modules", torch.nn.Linear, None, None), "persistent id"),
+        (("module", torch.nn.Linear, None), "persistent id"),
+    ],
+)
+def test_ids_that_no_save_writes(tmp_path: Path, pid: tuple[Any, ...], error: str) -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return value.pid if isinstance(value, Hostile) else None
+
+    buffer = io.BytesIO()
+    values: list[Any] = [torch_file.MAGIC_NUMBER, torch_file.PROTOCOL_VERSION, {}, [Hostile(*pid)], []]
+    for value in values:
+        Pickler(buffer, protocol=2).dump(value)
+    with pytest.raises(FormatError, match=error):
+        parsed(tmp_path, buffer.getvalue())
+
+
+def test_a_hidden_call_of_a_legacy_file_is_unsafe(tmp_path: Path) -> None:
+    path = tmp_path / "custom_checkpoint_0.pkl"
+    torch.save(torch.nn.Linear(2, 2), path, **LEGACY)
+    path.write_bytes(path.read_bytes().replace(b"ctorch.nn.modules.linear\nLinear\n", b"cos\nsystem\n"))
+    assert [finding.code for finding in check(path).findings] == ["unsafe-pickle"]
+
+
+def test_the_tensors_of_a_legacy_dict_with_a_module(tmp_path: Path) -> None:
+    path = tmp_path / "mine.pt"
+    torch.save({"state_dict": {"fc.weight": torch.ones(2, 3)}, "net": torch.nn.Linear(2, 2)}, path, **LEGACY)
+    assert [tensor.fqn for one in read(path).state_dicts for tensor in one.tensors] == ["fc.weight"]
