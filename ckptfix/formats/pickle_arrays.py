@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptfix.formats.pickle_globals import NUMPY_DTYPES
+from ckptfix.formats.pickle_globals import NUMPY_DTYPES, python_3_name
 from ckptfix.formats.pickle_kinds import (
     KNOWN_GLOBAL,
     MAPPINGS,
@@ -33,6 +33,27 @@ _INT64 = 1 << 63
 _MOST_DIMENSIONS = 64
 _LISTED = 2
 """The flag ``NPY_LIST_PICKLE`` of a dtype: its arrays are pickled as lists."""
+
+_OF_OBJECTS = 27
+"""The flags that numpy gives to each dtype with objects: ``NPY_FROM_FIELDS`` (``ndarraytypes.h``)."""
+
+_WITH_DTYPES = ("ml_dtypes", "quaternion")
+"""Libraries with dtypes of their own, which are named by their classes. No load with ``weights_only`` allows these."""
+
+_MOST_PARTS = 1000
+"""Dtypes of fields that are looked at. A few bytes can refer to one dtype again and again."""
+
+RAW_OBJECTS = "with bytes of the file in the place of Python objects"
+"""What is wrong with arrays whose elements are addresses that the file chose."""
+
+_OF_NUMBERS = re.compile(
+    r"[<>=|]?(?:b1|[iu][1248]|f(?:[248]|12|16)|c(?:8|16|24|32)|[SUVa][0-9]*|[Mm]8?(?:\[.*\])?|[?bBhHiIlLqQpPnNefdgFDG])"
+    r"|(?:bool|str|bytes|void|unicode|u?(?:int|byte|short|long)|half|single|c?(?:double|single|longdouble)"
+    r"|float|complex|datetime64|timedelta64)[0-9_]*(?:\[.*\])?"
+)
+"""Names of dtypes without objects, and of the scalar types of numpy and Python."""
+
+_OF_NAMED_OBJECTS = re.compile(r"[<>=|]?O[0-9]*|object_?")
 
 _CODE = re.compile(r"([biufcOSUVMm])([0-9]*)")
 _DTYPE_NAME = re.compile(
@@ -69,12 +90,82 @@ def problem_of_array_states(function: tuple[str, str], node: Node) -> str:
     if not node.states:
         return ""
     if function == ("numpy", "dtype") or function[0] == "numpy.dtypes":
+        if _holds_objects(node) and not all(map(_knows_of_objects, node.states)):
+            return RAW_OBJECTS
         is_right = all(_is_dtype_state(state, _code(node)) for state in node.states)
         return "" if is_right else "and gives it a state that is not one of a dtype"
     if kind_of(node) == "numpy.ndarray":
         is_right = all(_is_array_state(state) for state in node.states)
         return "" if is_right else "and gives it a state that is not one of an array"
     return ""
+
+
+def _holds_objects(dtype: Any) -> bool | None:
+    """Return whether an element of a dtype is or has a Python object, None where that does not show."""
+    waiting = [dtype]
+    is_known = True
+    for _ in range(_MOST_PARTS):
+        if not waiting:
+            return False if is_known else None
+        part = waiting.pop()
+        if type(part) is Node and kind_of(part) == "numpy.dtype":
+            inside = _inside(part)
+            is_known &= inside is not None
+            waiting += inside or ()
+            continue
+        verdict = _is_object(part)
+        if verdict:
+            return True
+        is_known &= verdict is not None
+    return None
+
+
+def _is_object(specification: Any) -> bool | None:
+    """Return whether ``numpy.dtype`` makes a dtype of objects from a name or a class, None where that does not show."""
+    name = specification.value if type(specification) is Text else specification
+    if isinstance(name, str | bytes):
+        text = name if isinstance(name, str) else name.decode("latin1")
+        return False if _OF_NUMBERS.fullmatch(text) else True if _OF_NAMED_OBJECTS.fullmatch(text) else None
+    if type(specification) is not Node or specification.kind is not Kind.GLOBAL:
+        return None
+    module, name = python_3_name(*specification.head)
+    if module in ("numpy", "builtins") and (_OF_NUMBERS.fullmatch(name) or name == "record"):
+        return False
+    # A class of Python means an object, unless a library has made a dtype of it.
+    return None if module.partition(".")[0] in _WITH_DTYPES else True
+
+
+def _inside(dtype: Node) -> list[Any] | None:
+    """Return what a dtype is made from: the name, and the dtypes of its fields; None where that does not show."""
+    if type(dtype.args) is not tuple:
+        return None
+    inside = list(dtype.args[:1])
+    if function_of(dtype.head) != ("numpy", "dtype"):
+        name = dtype.head.head[1]
+        inside = [Text("O" if name == "ObjectDType" else "T" if name == "StringDType" else "V", 0, 0)]
+    for state in dtype.states or ():
+        if type(state) is not tuple or len(state) not in _PARTS:
+            return None
+        parts = dict(zip(_PARTS[len(state)].split(), state, strict=True))
+        fields = parts["fields"]
+        if fields is not None and kind_of(fields) != "dict":
+            return None
+        in_fields = (fields.entries or [])[1::2] if fields is not None else []
+        for pair in (parts["subarray"], *in_fields):
+            inside += members(pair)[:1] if kind_of(pair) == "tuple" else [] if pair is None else [pair]
+    return inside
+
+
+def _knows_of_objects(state: Any) -> bool:
+    """Return whether numpy counts the objects in a dtype after it got a state: it believes the flags of the file."""
+    if type(state) is not tuple or len(state) not in _PARTS:
+        return False
+    parts = dict(zip(_PARTS[len(state)].split(), state, strict=True))
+    version, flags = parts.get("version", 0), parts.get("flags", 0)
+    if type(version) is int and version < 3:
+        # numpy looks itself (``_descr_find_object_flag``).
+        return True
+    return type(flags) is int and flags & _OF_OBJECTS == _OF_OBJECTS
 
 
 def _is_dtype_state(state: Any, code: str) -> bool:
@@ -270,6 +361,12 @@ def _of_scalar(args: tuple[Any, ...], pickle: Pickle) -> str:
     return f"with {length} of {layout.size} bytes" if is_short else ""
 
 
+def _of_array(args: tuple[Any, ...], pickle: Pickle) -> str:
+    """Refuse a buffer whose bytes become objects. numpy's own pickles call ``_reconstruct`` instead."""
+    has_buffer = len(args) > 2 and args[2] is not None
+    return RAW_OBJECTS if has_buffer and _holds_objects(args[1]) is not False else ""
+
+
 _ANYTHING = Parameter("anything", None)
 _SPECIFICATION = ("str", "bytes", "None", "list", "tuple", "numpy.dtype", KNOWN_GLOBAL, *MAPPINGS)
 _DTYPE = Parameter("what describes a dtype", _SPECIFICATION, _is_dtype, tuple(Kind))
@@ -303,6 +400,7 @@ ARRAY_RULES: Mapping[tuple[str, str], Rule] = {
             *(_ANYTHING,) * 2,
         ),
         1,
+        _of_array,
     ),
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,

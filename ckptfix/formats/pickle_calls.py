@@ -17,7 +17,13 @@ from operator import mul
 from typing import Any
 
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_arrays import ARRAY_RULES, SCALARS, problem_of_array_states, problem_of_instance
+from ckptfix.formats.pickle_arrays import (
+    ARRAY_RULES,
+    RAW_OBJECTS,
+    SCALARS,
+    problem_of_array_states,
+    problem_of_instance,
+)
 from ckptfix.formats.pickle_globals import DTENSOR, OF_INSTANCES, ZERO_STAGE
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
@@ -122,7 +128,8 @@ def ensure_calls(
             raise FormatError("calls of the pickle share long arguments, which no pickler leaves")
         problem = _problem(node, pickle)
         if problem:
-            raise FormatError(f"the pickle calls {_name(node.head)} {problem}, so torch.load fails")
+            effect = "which can run any code" if problem == RAW_OBJECTS else "so torch.load fails"
+            raise FormatError(f"the pickle calls {_name(node.head)} {problem}, {effect}")
 
 
 def _unusual(tree: PickleTree) -> Sequence[Node]:

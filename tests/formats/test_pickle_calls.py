@@ -20,6 +20,7 @@ from torch import _utils as rebuild
 
 from ckptfix.diagnosis.check import check
 from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_arrays import RAW_OBJECTS
 from tests.formats.making import parsed, saved
 from tests.formats.pickled_calls import Call, Entries, Storage, pickled, zipped
 from tests.sampling import sampled
@@ -303,6 +304,8 @@ def test_a_call_of_numpy_is_refused_where_numpy_refuses_it(tmp_path: Path, name:
     try:
         opcodes = parsed(tmp_path, data).tree.refused_opcodes
     except FormatError as error:
+        if RAW_OBJECTS in str(error):
+            return  # numpy loads it, and the process dies when an element is used
         opcodes = (str(error),)
     assert bool(opcodes) == bool(said), f"torch says {said!r}, the reader says {opcodes}"
 
