@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _SHOWN = 3
-_TOPICS = 4
+_TOPICS = 5
 _TOPIC_ENDS = re.compile(r"[;:,] | \(")
 """A sentence about what was not checked begins with its topic."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")

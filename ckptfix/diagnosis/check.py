@@ -15,7 +15,7 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folde
 from ckptfix.checkpoint.latest import mixed_save
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
-from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
@@ -39,7 +39,7 @@ from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line, unchecked_lines
 
-GENERIC = ("values of tensors", "checksums of ", "local headers of ")
+GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
 _SPARED = "local headers of records in torch zip files and .distcp files of a store; ckptfix check --data reads them"

@@ -256,6 +256,11 @@ def diagnose(
     )
 
 
+_OF_ONE_SAVE = frozenset((Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE))
+OF_ONE_SAVE = "whether all files are of one save"
+"""Beginning of the sentence about what few files show: most have no number of their save."""
+
+
 def _why_not(path: Path, kind: str) -> str:
     """Return why nothing in a folder was checked, and the command that checks it, if there is one."""
     if is_empty(path):
@@ -332,6 +337,15 @@ def _not_checked(
         words.append("checksums of tensor records in torch zip files; ckptfix check --data checks them")
     if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
         words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
+    if folder.only is None and (
+        sharded or deepspeed or len(_OF_ONE_SAVE & {one.role for one in folder.components}) > 1
+    ):
+        manifest = usable_manifest(folder.root)
+        # With checksums, another sentence names the command that compares them.
+        if manifest is None or not manifest.digests:
+            words.append(
+                f"{OF_ONE_SAVE}: most do not record it; a manifest of checksums shows a later exchange"
+            )
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}
     known |= {one.path for one in findings if isinstance(one, InterruptedSave)}

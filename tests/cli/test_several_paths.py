@@ -55,8 +55,8 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Pat
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "4 checkpoints: 3 damaged, 1 clean"
     assert lines[-2] == (
-        "not checked: values of tensors, checksums of tensor records in torch zip files, 2 pairs in full; "
-        f"for details: ckptfix check -v -r {runs}"
+        "not checked: values of tensors, checksums of tensor records in torch zip files, whether all files are of one "
+        f"save, 2 pairs in full; for details: ckptfix check -v -r {runs}"
     )
     assert sum(line.startswith("not checked") for line in lines) == 1
     (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))

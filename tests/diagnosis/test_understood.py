@@ -59,21 +59,23 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         "  model      model.safetensors: 4 tensors, F32, 332 B\n"
         "  optimizer  optimizer.bin (Adam or AdamW): 4 parameters\n"
         "  saved by   2 processes\n"
-        "not checked: values of tensors, checksums of tensor records in torch zip files; "
-        f"for details: ckptfix check -v {folder}"
+        "not checked: values of tensors, checksums of tensor records in torch zip files, whether all files are of one "
+        f"save; for details: ckptfix check -v {folder}"
     )
 
 
 def test_verbose_lists_what_was_not_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", "-v", str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-3:] == [
         "not checked: values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them",
         "not checked: checksums of tensor records in torch zip files; ckptfix check --data checks them",
+        "not checked: whether all files are of one save: most do not record it; a manifest of checksums shows a later "
+        "exchange",
     ]
     assert run(["repair", str(folder)]) == 0
     assert capsys.readouterr().out.count("not checked") == 1
     assert run(["repair", "-v", str(folder)]) == 0
-    assert capsys.readouterr().out.count("not checked") == 2
+    assert capsys.readouterr().out.count("not checked") == 3
     assert run(["check", "-v", "-q", str(folder)]) == 2
     assert "--verbose and --quiet contradict each other" in capsys.readouterr().err
 
