@@ -18,6 +18,7 @@ from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, 
 from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.conversion.uploading import writes_urls
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank
@@ -255,9 +256,14 @@ _NO_CHECKSUMS = (
 def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | None) -> SalvagePlan:
     """Plan a salvage; reads all bytes that have a checksum, or a digest in the manifest of the checkpoint.
 
-    Raises UsageError, OSError.
+    Raises UsageError, OperationError for a numbered checkpoint without weights, OSError.
     """
     folder = scan_folder(target.root, target.only)
+    bare = judge_bare(folder)
+    has_weights_below = bare is not None and any(getattr(finding, "below", ()) for finding in bare.findings)
+    if bare is not None and not has_weights_below:
+        reasons = [*(f"{finding}; {finding.advice}" for finding in bare.findings), *bare.unfinished]
+        raise OperationError(f"{target.path}: nothing to salvage: {reasons[0]}")
     if not any(dcp_folders(folder)):
         ensure_checkpoint(folder, "salvage", " NEW_FOLDER")
     if target.only is not None and target.only.endswith(".json"):

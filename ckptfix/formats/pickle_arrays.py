@@ -44,7 +44,7 @@ _MOST_PARTS = 1000
 """Dtypes of fields that are looked at. A few bytes can refer to one dtype again and again."""
 
 RAW_OBJECTS = "with bytes of the file in the place of Python objects"
-"""What is wrong with arrays whose elements are addresses that the file chose."""
+"""The problem of arrays whose elements are addresses that the file chose."""
 
 _OF_NUMBERS = re.compile(
     r"[<>=|]?(?:b1|[iu][1248]|f(?:[248]|12|16)|c(?:8|16|24|32)|[SUVa][0-9]*|[Mm]8?(?:\[.*\])?|[?bBhHiIlLqQpPnNefdgFDG])"

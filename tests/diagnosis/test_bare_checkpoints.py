@@ -117,6 +117,24 @@ def test_the_path_of_the_folder_may_be_relative(
     assert out.endswith("\nresume from checkpoint-5, the newest complete one\n")
 
 
+@pytest.mark.parametrize("files", [(), ("config.json",)])
+def test_nothing_of_it_can_be_salvaged(tmp_path: Path, files: tuple[str, ...], said: Said) -> None:
+    """As ``salvage`` of any other checkpoint without an intact tensor: exit 3, and no wrong usage."""
+    save(tmp_path / "checkpoint-5")
+    old, new = leave(tmp_path / "checkpoint-10", *files), leave(tmp_path / "checkpoint-15", *files, age=0.0)
+    status, _, error = said("salvage", old, tmp_path / "new")
+    assert status == 3
+    assert (
+        "checkpoint-10: nothing to salvage: this checkpoint has no weights: its save was interrupted" in error
+    )
+    assert "resume from checkpoint-5" in error
+    status, _, error = said("salvage", new, tmp_path / "new")
+    assert status == 3
+    assert "a save may be running" in error
+    assert not (tmp_path / "new").exists()
+    assert said("salvage", leave(tmp_path / "notes", *files), tmp_path / "new")[0] == 2
+
+
 @pytest.mark.parametrize("age", [0.0, 1700.0, -1700.0])
 def test_a_save_may_be_running(tmp_path: Path, age: float, said: Said) -> None:
     save(tmp_path / "checkpoint-5")
