@@ -41,6 +41,7 @@ from ckptfix.diagnosis.findings.damaged import (
     MissingShard,
     NoFormatMetadata,
     NotATensorFile,
+    OtherFormat,
     StaleShard,
     TrailingBytes,
     TruncatedFile,
@@ -212,6 +213,8 @@ def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
         findings.append(TrailingBytes(path=component.path, end=file.data_end, extra=file.trailing))
     if "format" not in file.metadata:
         findings.append(NoFormatMetadata(path=component.path))
+    elif file.metadata["format"] != "pt":
+        findings.append(OtherFormat(path=component.path, format=file.metadata["format"]))
     refused = next((tensor for tensor in file.tensors if tensor.dtype in _UNKNOWN_TO_TORCH), None)
     # torch packs two of the 4-bit numbers into an element.
     odd = next((tensor for tensor in file.tensors if tensor.dtype == "F4" and tensor.shape[-1] % 2), None)

@@ -326,7 +326,7 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
     adds_format = {
         finding.path
         for finding in draft.findings
-        if isinstance(finding, NoFormatMetadata) and finding.code in draft.policy.allow
+        if type(finding) is NoFormatMetadata and finding.code in draft.policy.allow
     }
     bundles = _bundles(draft)
     counted = {bundles.get(path) for path in draft.counted}

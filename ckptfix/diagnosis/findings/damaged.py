@@ -443,6 +443,32 @@ class NoFormatMetadata(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherFormat(NoFormatMetadata):
+    """A safetensors header with the ``format`` of another framework than torch."""
+
+    code = "no-format-metadata"
+    severity = Severity.NOTE
+    action = Action.TELL
+    option = ""
+
+    format: str
+
+    def __str__(self) -> str:
+        return (
+            f'{self.path}: the header has the "format" {self.format!r:.40} (expected "pt"): load_checkpoint_in_model '
+            "refuses the file, and so may transformers before 5"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to write the file again only with tensors of torch: other frameworks have other keys and layouts."""
+        return (
+            "weights of another framework have other keys and layouts: convert them; if they are torch's, write the "
+            "file again with safetensors.torch.save_file(tensors, FILE, metadata={'format': 'pt'})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptedRepair(Finding):
     """A repair or an undo that was killed."""
 
