@@ -190,9 +190,6 @@ def _mixed_rates(
             agreeing += 1
             of_optimizer = of_optimizer or (name if other.last[index] == rates else "")
             of_scheduler = of_scheduler or (name if other.rates[index] == last else "")
-    # Nothing but the checkpoints next to this one shows which of several schedulers is an optimizer's.
-    if len(own.rates) > 1 and not agreeing:
-        return
     is_of_scheduler = bool(of_scheduler) and not of_optimizer
     path, partner = (scheduler, optimizer) if is_of_scheduler else (optimizer, scheduler)
     have, expected = (last, rates) if is_of_scheduler else (rates, last)
