@@ -159,52 +159,66 @@ _NOT_OF_GRADIENTS = ("step", "step_size", "eta", "mu", "ax")
 """States that are not 0 without a gradient either (Rprop, ASGD)."""
 
 
-def may_have_waited(state: Any, processes: int) -> bool:
+def may_have_waited(state: Any) -> bool:
     """Return whether a schedule with a learning rate above 0 can have held it at 0 in every step that was made.
 
-    ``state``: of a scheduler. Of torch's own (2.13, ``torch/optim/lr_scheduler.py``) two can: LambdaLR, as nothing of
-    its function is saved, and ConstantLR with a factor of 0 in a SequentialLR. The functions of transformers, which
-    leave {}, are 0 for their first value alone. Accelerate moves a scheduler once for each process.
+    ``state``: of a scheduler. Torch's own (2.13, ``torch/optim/lr_scheduler.py``) begin at ``base_lrs`` or at a
+    recorded factor of them, but for LambdaLR. A function leaves nothing there, and a ``functools.partial`` or an object
+    without attributes leaves {}, whatever it computes: neither proves one of the functions of transformers.
     """
     epochs = child(state, "last_epoch")
-    if type(epochs) is int and epochs == 0:
-        # It has not moved: every step was made at the rate that was saved.
-        return False
     # A hostile list can refer to one dict a million times.
     nested = {id(part): part for part in items_of(child(state, "_schedulers"))}
     if len(nested) > _MOST_NESTED:
         return True
+    rate = _MOST
     for part in nested.values() or (state,):
-        if not is_dict_like(part) or not {_plain(key) for key, _ in pairs(part)} <= _KEYS_OF_SCHEDULES:
+        if not is_dict_like(part):
             return True
+        own = {_plain(key) for key, _ in pairs(part)} - _KEYS_OF_EVERY_SCHEDULE
         rates = items_of(child(part, "base_lrs"))
-        if not rates or not all(type(rate) in (int, float) and rate > 0 for rate in rates):
+        factor = next((child(part, key) for key in _FIRST_FACTORS if key in own), 1)
+        numbers = [number for number in (*rates, factor) if type(number) in (int, float)]
+        if own not in _KEYS_OF_SCHEDULES or not rates or len(numbers) <= len(rates):
             return True
-        if child(part, "factor") == 0:
+        if own == _KEYS_OF_FUNCTIONS and epochs != 0:
             return True
-        functions = items_of(child(part, "lr_lambdas"))
-        if not all(is_dict_like(function) and not any(pairs(function)) for function in functions):
-            return True
-        moves = child(part, "last_epoch")
-        if functions and not (type(moves) is int and moves >= 2 * processes):
-            return True
-    return False
+        # All schedules of a ChainedScheduler multiply the rate.
+        rate = min(rate, *numbers[:-1]) * min(numbers[-1], _MOST)
+    # A schedule that has not moved made every step at the rate that was saved.
+    return epochs != 0 and rate < _LEAST_RATE
 
 
 _MOST_NESTED = 16
 
-_KEYS_OF_SCHEDULES = frozenset(
+_KEYS_OF_EVERY_SCHEDULE = frozenset(
     {
         *("base_lrs", "last_epoch", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial"),
         "verbose",
-        "lr_lambdas",
-        *("gamma", "step_size", "milestones"),
-        *("factor", "total_iters", "start_factor", "end_factor", "power"),
-        *("T_max", "eta_min", "T_0", "T_cur", "T_i", "T_mult"),
-        *("_anneal_func_type", "_schedule_phases", "total_steps", "cycle_momentum", "use_beta1"),
     }
 )
-"""Keys in the states of torch's schedules that are above 0 from the first step, and of LambdaLR; others are unknown."""
+
+_KEYS_OF_FUNCTIONS = frozenset(("lr_lambdas",))
+
+_KEYS_OF_SCHEDULES = {
+    _KEYS_OF_FUNCTIONS,
+    frozenset(("gamma",)),
+    frozenset(("gamma", "step_size")),
+    frozenset(("gamma", "milestones")),
+    frozenset(("factor", "total_iters")),
+    frozenset(("start_factor", "end_factor", "total_iters")),
+    frozenset(("power", "total_iters")),
+    frozenset(("T_max", "eta_min")),
+    frozenset(("T_0", "T_cur", "T_i", "T_mult", "eta_min")),
+    frozenset(("_anneal_func_type", "_schedule_phases", "total_steps", "cycle_momentum", "use_beta1")),
+}
+"""Keys that each of torch's schedules has besides: LambdaLR, and those that are above 0 from the first step.
+
+A class of a script can hold any rate with the keys of every schedule alone.
+"""
+
+_FIRST_FACTORS = ("factor", "start_factor")
+"""Keys of the factor of ``base_lrs`` at which ConstantLR and LinearLR begin."""
 
 
 def _plain(key: Any) -> Any:
@@ -413,7 +427,7 @@ class Evidence:
         schedulers = [one for entries in self.folder.entries(Role.SCHEDULER) for one in entries]
         try:
             return bool(schedulers) and not any(
-                may_have_waited(one.content.tree.root, self.folder.processes or 1)
+                may_have_waited(one.content.tree.root)
                 if isinstance(one.content, TorchFile)
                 else not is_unreadable(one)
                 for one in schedulers

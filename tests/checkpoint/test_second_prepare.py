@@ -156,6 +156,23 @@ def warm_up(optimizer: torch.optim.Optimizer) -> Any:
     return get_linear_schedule_with_warmup(optimizer, 10, 100)
 
 
+def warm_up_above_0(optimizer: torch.optim.Optimizer) -> Any:
+    from transformers import get_constant_schedule_with_warmup
+
+    return get_constant_schedule_with_warmup(optimizer, 0)
+
+
+def waiting(epoch: int, delay: int) -> float:
+    return float(epoch >= delay)
+
+
+class Waiting:
+    """A function of a script that leaves {} in the state, as those of transformers do."""
+
+    def __call__(self, epoch: int) -> float:
+        return float(epoch >= 6)
+
+
 def of_function(function: Callable[[int], float]) -> Callable[[torch.optim.Optimizer], Any]:
     return lambda optimizer: lr_scheduler.LambdaLR(optimizer, function)
 
@@ -177,6 +194,13 @@ class Delayed(lr_scheduler.LRScheduler):  # type: ignore[misc]  # torch is not f
 
     def get_lr(self) -> list[float]:
         return [rate * (self.last_epoch >= self.delay) for rate in self.base_lrs]
+
+
+class WaitingWithoutAttributes(lr_scheduler.LRScheduler):  # type: ignore[misc]
+    """A scheduler that leaves nothing in its state but the keys of every schedule."""
+
+    def get_lr(self) -> list[float]:
+        return [rate * (self.last_epoch >= 6) for rate in self.base_lrs]
 
 
 def of_gradients(folder: Path, scale: float) -> Path:
@@ -293,8 +317,14 @@ def test_without_positive_evidence_equal_models_are_asked_about(
         (of_function(lambda epoch: 0.0), {}),
         (of_function(lambda epoch: float(epoch >= 6)), {}),
         (of_function(lambda epoch: 1.0), {"is_saved": False}),
+        (warm_up, {}),
         (warm_up, {"steps": 1}),
         (warm_up, {"every": 3}),
+        (of_function(partial(waiting, delay=6)), {}),
+        (of_function(Waiting()), {}),
+        (partial(lr_scheduler.LinearLR, start_factor=1e-9, total_iters=4), {"steps": 1}),
+        (partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100, div_factor=float("inf")), {}),
+        (WaitingWithoutAttributes, {}),
         (of_sequence(lr_scheduler.ConstantLR, factor=0, total_iters=10), {}),
         (of_sequence(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.0), {}),
         (partial(lr_scheduler.CyclicLR, base_lr=0.0, max_lr=1.0, cycle_momentum=False), {}),
@@ -313,8 +343,8 @@ def test_a_schedule_may_have_held_the_learning_rate_at_0(
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        (warm_up, {}),
         (of_function(lambda epoch: 1.0), {"every": 5}),
+        (warm_up_above_0, {"every": 5}),
         (partial(lr_scheduler.StepLR, step_size=1), {}),
         (partial(lr_scheduler.StepLR, step_size=1), {"every": 3}),
         (partial(lr_scheduler.MultiStepLR, milestones=[1, 2]), {}),

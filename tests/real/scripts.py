@@ -380,6 +380,15 @@ def average_until_a_delay_ends(run: Run) -> None:
     run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6)))
 
 
+def held(epoch: int, delay: int) -> float:
+    return float(epoch >= delay)
+
+
+def average_until_a_partial_ends(run: Run) -> None:
+    average(run, lambda step: 0.99, adamw)
+    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], partial(held, delay=6)))
+
+
 def average_until_a_sequence_begins(run: Run) -> None:
     average(run, lambda step: 0.99, adamw)
     waits = torch.optim.lr_scheduler.ConstantLR(run.optimizers[0], factor=0, total_iters=10)
