@@ -104,6 +104,8 @@ _HARMLESS = frozenset(
     | _named("zoneinfo", "ZoneInfo._unpickle")
     | _named("numpy.random._pickle", "__randomstate_ctor __generator_ctor __bit_generator_ctor")
     | _named("numpy.random", "__RandomState_ctor")
+    # A class of three numbers in jagged nested tensors; torch allows it where a script imported torch._dynamo.
+    | _named("torch._dynamo.decorators", "_DimRange")
 )
 _COMPILED = frozenset({"numpy", "scipy", "pandas", "sklearn"})
 """Packages of classes that Cython compiled, whose ``__pyx_unpickle_Name`` makes an instance and sets its attributes."""

@@ -34,7 +34,7 @@ mypackage.models Net; omegaconf.listconfig ListConfig; numpy.core.multiarray sca
 builtins dict; builtins ValueError; torch.nn.modules.linear Linear; argparse Namespace; pkg Outer.Inner;
 torch.optim.lr_scheduler LambdaLR; accelerate.data_loader SeedableRandomSampler; datetime datetime; uuid UUID;
 torch.utils.data.sampler RandomSampler; deepspeed.runtime.fp16.loss_scaler LossScaler; pathlib PosixPath;
-types SimpleNamespace
+types SimpleNamespace; torch._dynamo.decorators _DimRange; torch.nested._internal.nested_tensor _rebuild_njt
 """
 
 
@@ -54,6 +54,19 @@ def test_what_fsdp_adds_is_what_the_installed_torch_adds() -> None:
 
     added = {(one.__module__, one.__name__) for one in get_safe_globals() if isinstance(one, type)}
     assert added >= SAFE_IN_FSDP
+
+
+def test_a_jagged_nested_tensor_is_no_unsafe_pickle(tmp_path: Path) -> None:
+    """torch reads it with weights_only where a script imported torch._dynamo."""
+    import torch._dynamo
+
+    jagged = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(3), "jagged": jagged}, path)
+    assert torch.load(path, weights_only=True)["jagged"].shape[0] == 2
+    names = read(path).tree.globals
+    assert ("torch._dynamo.decorators", "_DimRange") in names
+    assert not [pair for pair in names if classify(*pair) is GlobalSafety.UNSAFE]
 
 
 def test_rng_state_globals_are_what_the_installed_accelerate_allows() -> None:
