@@ -252,6 +252,8 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
         elif expected in _GENERATORS:
             problem = _problem_of_random_states(file.tree, *_GENERATORS[expected])
         return StateProblem(expected, problem, None) if problem else None
+    if expected in _NESTED and (wrapper := _wrapper_of(expected, root)):
+        return StateProblem(expected, wrapper, None)
     if expected in _NESTED and _is_inside(expected, root):
         return None
     if expected is Content.SCHEDULER and content is Content.OPTIMIZER:
@@ -313,6 +315,17 @@ def _is_inside(content: Content, root: object) -> bool:
     return any(
         _by_keys(node) is content for node in every_node(root) if is_dict_like(node) and visits.first(node)
     )
+
+
+def _wrapper_of(content: Content, root: object) -> str:
+    """Return in words a list or dict that has a state as its only item, "" for anything else.
+
+    Classes of scripts that wrap states add something of their own, or have several.
+    """
+    values = list(items_of(root)) if _is_list(root) else [value for _, value in pairs(root)]
+    if len(values) != 1 or _by_keys(values[0]) is not content:
+        return ""
+    return f"{_noun(root)} around {content.value}"
 
 
 def _problem_of_optimizer(root: object) -> str:

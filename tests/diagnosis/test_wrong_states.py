@@ -128,6 +128,13 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
         "param_groups": [{**saved[OPTIMIZER]["param_groups"][0], "params": 4}],
     },
     "no group": lambda saved: {**saved[OPTIMIZER], "param_groups": []},
+    "an optimizer in a list": lambda saved: [saved[OPTIMIZER]],
+    "an optimizer in a tuple": lambda saved: (saved[OPTIMIZER],),
+    "an optimizer in a dict": lambda saved: {"optimizer": saved[OPTIMIZER]},
+    "a scheduler in a list": lambda saved: [saved[SCHEDULER]],
+    "a scheduler in a dict": lambda saved: {"scheduler": saved[SCHEDULER]},
+    "moves of None": lambda saved: {**saved[SCHEDULER], "last_epoch": None},
+    "moves of text": lambda saved: {**saved[SCHEDULER], "last_epoch": "3"},
 }  # fmt: skip
 
 JUDGED = (
@@ -148,6 +155,7 @@ UNJUDGED = {
         "a state in a list",
         "groups of None",
         "groups without parameters",
+        "an optimizer in a dict",
     ),
     SCALER: tuple(content for content in CONTENTS if content not in JUDGED),
 }
