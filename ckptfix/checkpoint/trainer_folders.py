@@ -236,7 +236,7 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
     if not _is_count(step):
         return '"global_step" is not a count'
     if number is not None and step != number:
-        return f'"global_step" is {step}, and the folder is of step {number}'
+        return f'"global_step" is {step}, and the folder is of step {number}, so the Trainer resumes from step {step}'
     if not isinstance(state.get("log_history", []), list | NoneType):
         return '"log_history" is not a list, so the Trainer fails at its next log'
     if isinstance(state.get("train_batch_size"), str | list | dict):

@@ -173,6 +173,7 @@ def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> 
             known_by="it cannot be read" if trainer.is_broken else "its values are wrong",
             of_trainer=True,
             problem=trainer.problem,
+            is_wrong=trainer.is_wrong,
         )
 
 

@@ -73,8 +73,14 @@ NO_CONTROL = (
 WRONG: dict[str, tuple[Change, str]] = {
     "no step": (lambda s: s.pop("global_step"), 'no "global_step", so the Trainer starts again at step 0'),
     "an empty object": (lambda s: s.clear(), 'no "global_step", so the Trainer starts again at step 0'),
-    "step 0": (lambda s: s.update(global_step=0), '"global_step" is 0, and the folder is of step 2'),
-    "another step": (lambda s: s.update(global_step=4), '"global_step" is 4, and the folder is of step 2'),
+    "step 0": (
+        lambda s: s.update(global_step=0),
+        '"global_step" is 0, and the folder is of step 2, so the Trainer resumes from step 0',
+    ),
+    "another step": (
+        lambda s: s.update(global_step=4),
+        '"global_step" is 4, and the folder is of step 2, so the Trainer resumes from step 4',
+    ),
     "a text as step": (lambda s: s.update(global_step="2"), '"global_step" is not a count'),
     "a float as step": (lambda s: s.update(global_step=2.0), '"global_step" is not a count'),
     "a dict as history": (

@@ -46,7 +46,8 @@ class IncompleteCheckpoint(Finding):
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
-    ``misnamed``: a file that nearly has the name of the missing one.
+    ``is_wrong``: the file can be read, and the problem is a value in it. ``misnamed``: a file that nearly has the name
+    of the missing one.
     """
 
     code = "incomplete-checkpoint"
@@ -62,6 +63,7 @@ class IncompleteCheckpoint(Finding):
     by_rank: bool = False
     of_trainer: bool = False
     problem: str = ""
+    is_wrong: bool = False
     misnamed: str = ""
 
     def __str__(self) -> str:
@@ -80,6 +82,9 @@ class IncompleteCheckpoint(Finding):
         if self.misnamed:
             rest = "copy the missing file again" if self.of_trainer else "move it out of the folder"
             return f"if {self.misnamed!r} is that file, rename it to {self.missing[0]}; else {rest}"
+        if self.is_wrong:
+            # The problem says what the Trainer does with the value: it need not fail.
+            return "copy it again, or resume from a complete checkpoint"
         if self.by_rank:
             cost = (
                 "go on with new random states"
