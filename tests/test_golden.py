@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptfix import check
 from ckptfix.cli import run
@@ -168,3 +169,23 @@ def test_a_golden_folder_is_what_salvage_writes_today(
     monkeypatch.setattr(golden, "FIXTURES", tmp_path)
     golden.make(next(case for case in golden.CASES if case.code == "salvaged"))
     assert snapshot(tmp_path / "golden" / "salvaged") == snapshot(FIXTURES / "golden" / "salvaged")
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+def test_an_unrelated_note_silences_no_other_finding(tmp_path: Path, golden: Path) -> None:
+    """Two custom objects in equal state get the note ``identical-states``: they say nothing about other files."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(golden / "checkpoint", folder)
+
+    def found() -> set[tuple[str, str]]:
+        return {(finding.code, str(finding)) for finding in check(folder).all_findings}
+
+    before = found()
+    number = len(list(folder.glob("custom_checkpoint_*.pkl")))
+    for index in (number, number + 1):
+        torch.save({"tokens": 7}, folder / f"custom_checkpoint_{index}.pkl")
+    after = found()
+    assert before <= after
+    assert ("identical-states", f"custom_checkpoint_{number + 1}.pkl") in {
+        (code, words.split(" ")[0]) for code, words in after
+    }

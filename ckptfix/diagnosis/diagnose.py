@@ -36,9 +36,12 @@ from ckptfix.diagnosis.findings.damaged import (
     NotATensorFile,
     TrailingBytes,
     TruncatedFile,
+    UncheckedFile,
+    UnloadablePickle,
+    UnsafePickle,
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
+from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_progress, diagnose_schedules
@@ -98,6 +101,15 @@ _OF_CONTENT = (
     MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile, UnknownState, WrongState,
 )  # fmt: skip
 """Findings that explain a file that is missing, or has another size than it was saved with."""
+
+_OF_HEADERS = (*_OF_CONTENT, CrcMismatch, IncompleteTensor, IndexMismatch, UncheckedFile)
+"""Findings after which the headers of a file do not show what it was saved with: nothing is compared with them.
+
+A note such as ``identical-states`` is no reason to leave out another rule.
+"""
+
+_OF_RANK_FILES = (*_OF_HEADERS, UnloadablePickle, UnsafePickle)
+"""Findings that explain why the files of all ranks cannot be read together."""
 
 _OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
 """Findings whose repair drops or moves a file."""
@@ -202,17 +214,19 @@ def diagnose(
         findings += diagnose_gaps(evidence)
         findings += diagnose_names(evidence, groups, doubled)
         findings += (finding for state in deepspeed for finding in state.findings)
-        findings += diagnose_rank_files(folder, frozenset(finding.path for finding in findings))
+        findings += diagnose_rank_files(folder, _paths(findings, _OF_RANK_FILES))
         refused: dict[PurePosixPath, str] = {}
         if sharded:
             findings += diagnose_dcp_folders(sharded, folder.processes)
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
         findings += diagnose_wrong_states(folder)
-        damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
+        damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))
-        explained = frozenset(one.path for one in findings)
-        findings += diagnose_optimizers(folder, sharded, explained, optimizers, has_deepspeed=bool(deepspeed))
+        unreliable = _paths(findings, _OF_HEADERS)
+        findings += diagnose_optimizers(
+            folder, sharded, unreliable, optimizers, has_deepspeed=bool(deepspeed)
+        )
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
         trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:
@@ -259,6 +273,11 @@ def diagnose(
 _OF_ONE_SAVE = frozenset((Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE))
 OF_ONE_SAVE = "whether all files are of one save"
 """Beginning of the sentence about what few files show: most have no number of their save."""
+
+
+def _paths(findings: Iterable[Finding], kinds: tuple[type[Finding], ...]) -> frozenset[PurePosixPath]:
+    """Return the paths of the findings of these kinds."""
+    return frozenset(finding.path for finding in findings if isinstance(finding, kinds))
 
 
 def _why_not(path: Path, kind: str) -> str:

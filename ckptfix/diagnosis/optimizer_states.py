@@ -104,7 +104,10 @@ def diagnose_optimizers(
     *,
     has_deepspeed: bool,
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the ``saved`` optimizers of a folder. ``damaged``: files with another finding."""
+    """Yield what is wrong with the ``saved`` optimizers of a folder.
+
+    ``damaged``: files whose headers do not show what they were saved with.
+    """
     known = {one.path for one in folder.components if one.path in damaged}
     known |= {one.path for one in sharded if damaged.intersection((one.metadata_path, *one.named))}
     optimizers = [_without_reduced(one) for one in saved if one.path not in known]
