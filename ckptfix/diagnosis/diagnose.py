@@ -105,7 +105,7 @@ _OF_CONTENT = (
 _OF_HEADERS = (*_OF_CONTENT, CrcMismatch, IncompleteTensor, IndexMismatch, UncheckedFile)
 """Findings after which the headers of a file do not show what it was saved with: nothing is compared with them.
 
-A note such as ``identical-states`` is no reason to leave out another rule.
+A note such as ``identical-states`` must not silence another rule.
 """
 
 _OF_RANK_FILES = (*_OF_HEADERS, UnloadablePickle, UnsafePickle)

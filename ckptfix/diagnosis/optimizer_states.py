@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
 from ckptfix.checkpoint.keys import WRAPPERS, is_flat_name
 from ckptfix.checkpoint.manifest import REPORT
@@ -47,6 +47,11 @@ Shape = tuple[int, ...]
 
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
+
+_ADAPTER = "adapter_model"
+"""Beginning of the names of PEFT's weights."""
+_OF_TRAINER = "optimizer.pt"
+"""The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
 _STATE, _GROUPS = "state", "param_groups"
 _PAIRS = ("betas", "etas", "step_sizes")
@@ -338,6 +343,7 @@ class _Weights:
         self.tensors = len(in_folders) + sum(
             max(shapes.total() for shapes in formats.values()) for formats in families.values()
         )
+        self.is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
         self.counts = Counter(shape for _, shape in in_folders)
         for formats in families.values():
             largest: Counter[Shape] = Counter()
@@ -348,8 +354,8 @@ class _Weights:
         dcp = {state.path for state in sharded}
         self.is_complete = (
             folder.only is None
-            and folder.is_save_state
-            and bool(models or any(one.role is Role.MODEL for one in own))
+            and (folder.is_save_state or (self.is_of_trainer and all(map(_is_as_in_memory, own))))
+            and bool(models or any(one.role is Role.MODEL or _is_adapter(one) for one in own))
             and not has_deepspeed
             and not damaged
             and all(one.problem is None and not _is_opaque(one) for one in own)
@@ -365,6 +371,22 @@ def _of_model(state: DcpFolder) -> Iterator[tuple[str, Shape]]:
     for fqn, name in (found.names if found is not None else {}).items():
         if fqn in shapes:
             yield name, shapes[fqn]
+
+
+def _is_as_in_memory(component: Component) -> bool:
+    """Return whether a file of the Trainer has the tensors that the parameters of its model are.
+
+    transformers splits the experts of a model that it keeps in one parameter, and PEFT saves what the encoder of
+    prompts computes. Of adapters only LoRA is known.
+    """
+    keys = [tensor.fqn for tensor in component.tensors]
+    is_known = not _is_adapter(component) or any(".lora_" in key for key in keys)
+    return is_known and not any("experts." in key for key in keys)
+
+
+def _is_adapter(component: Component) -> bool:
+    """Return whether a file has the weights of an adapter, which PEFT's own loader reads."""
+    return bool(component.tensors) and component.name.stem.startswith(_ADAPTER)
 
 
 def _is_opaque(component: Component) -> bool:
@@ -584,13 +606,20 @@ def _of_shapes(one: SavedOptimizer, weights: _Weights, names: Mapping[str, str])
 
 def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
     """Yield the parameters that no weights of a ``save_state`` folder belong to."""
-    if not weights.is_complete:
+    is_of_trainer = str(one.path) == _OF_TRAINER
+    if not weights.is_complete or is_of_trainer is not weights.is_of_trainer:
         return
     every = dict.fromkeys([*one.parameters, *one.states])
     if one.is_named:
         lost = tuple(name for name in every if bare(name) not in weights.shapes and not is_flat_name(name))
         if lost and 2 * len(lost) <= len(every):
-            yield UnsavedParameters(path=one.path, parameters=len(every), tensors=weights.tensors, names=lost)
+            yield UnsavedParameters(
+                path=one.path,
+                parameters=len(every),
+                tensors=weights.tensors,
+                names=lost,
+                is_of_trainer=is_of_trainer,
+            )
         if 2 * len(lost) <= len(every):
             return
         # Most names are unknown: those of adapters, which are saved under others, or of another model. Shapes decide.
@@ -601,6 +630,9 @@ def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
     }
     moments = Counter(shape for shapes in shapes_of.values() for shape in shapes)
     lost_shapes = tuple(sorted(moments.keys() - weights.every)) if one.is_plain else ()
+    numbers = [sum(map(prod, shapes.elements())) for shapes in (moments, weights.counts)]
+    if is_of_trainer and numbers[0] == numbers[1]:
+        return  # transformers 5 joins tensors of the file into one parameter, and splits them to save it
     count = len(every) if one.is_named else len(set(one.parameters))
     surplus: tuple[tuple[Shape, int, int], ...] = ()
     if one.is_plain and not lost_shapes and count <= weights.tensors:
@@ -624,4 +656,5 @@ def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
             weights=tuple(sorted(weights.every)),
             is_foreign=not (moments and weights.every - {()} <= moments.keys()),
             surplus=surplus,
+            is_of_trainer=is_of_trainer,
         )

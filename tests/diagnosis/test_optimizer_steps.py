@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 
@@ -771,3 +772,21 @@ def test_many_groups_and_many_states_end_the_look_soon(tmp_path: Path) -> None:
         "inconsistent-groups: optimizer.bin: param groups 0, 1, 2 and 29997 more have no usable 'eps', 'weight_decay'"
     )
     assert time.process_time() - begin < 10
+
+
+def test_parameters_that_share_their_memory_are_said_to_lose_nothing(tmp_path: Path) -> None:
+    """No header distinguishes them from parameters of a module that was not prepared."""
+    model = SharedMemory()
+    model.norm = torch.nn.Identity()  # no buffers
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    step(model, optimizer)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    accelerator.load_state(str(root))
+    assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
+    (finding,) = check(root).findings
+    assert finding.code == "unsaved-parameters"
+    assert finding.advice.startswith("nothing is lost where parameters share their memory")

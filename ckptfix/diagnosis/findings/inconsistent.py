@@ -355,7 +355,8 @@ class UnsavedParameters(Finding):
     ``parameters`` and ``tensors``: the numbers of parameters in the optimizer, and of tensors in the checkpoint.
     ``moments`` and ``weights``: all shapes of either. ``is_foreign``: some of the weights have no moments of their
     shape, so that the optimizer is likelier to belong to another model than to one module more. ``surplus``: shapes
-    of which more parameters have moments than there are weights, with both numbers.
+    of which more parameters have moments than there are weights, with both numbers. ``is_of_trainer``: the Trainer
+    loads it, and not ``load_state``.
     """
 
     code = "unsaved-parameters"
@@ -374,6 +375,7 @@ class UnsavedParameters(Finding):
     weights: tuple[Shape, ...] = ()
     is_foreign: bool = False
     surplus: tuple[tuple[Shape, int, int], ...] = ()
+    is_of_trainer: bool = False
 
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
@@ -411,6 +413,12 @@ class UnsavedParameters(Finding):
     def advice(self) -> str:
         """Advice for both explanations, the likelier one first."""
         other_run = "copy all files of one save again"
+        if self.is_of_trainer:
+            return (
+                f"the resume or the next optimizer step fails, or weights start anew without an error: {other_run}, or "
+                "resume from another checkpoint. If the script gives the optimizer parameters that the model does not "
+                "have, and saves them itself, ignore this"
+            )
         if self.is_bare:
             return (
                 "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it, save_state leaves its value "
@@ -418,17 +426,35 @@ class UnsavedParameters(Finding):
                 f"accelerator.register_for_checkpointing(). If the file belongs to another run instead, {other_run}"
             )
         module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
+        if self.may_be_tied:
+            return (
+                "nothing is lost where parameters share their memory, as after head.weight.data = emb.weight.data: "
+                "safetensors keeps one tensor of them. Then write head.weight = emb.weight, or ignore this. Otherwise "
+                f"the optimizer has a module that was not prepared, whose weights a load leaves random: {module}. If "
+                f"the file belongs to another run instead, {other_run}"
+            )
         if not self.is_foreign and not self.surplus:
             return (
                 "the optimizer may have a module that was not prepared; a load leaves its weights random and its "
                 f"moments old: {module}. If the file belongs to another run instead, {other_run}"
             )
-        fails = "load_state then fails with a ValueError"
         if self.surplus or self.parameters == self.tensors:
             fails = "the first optimizer step after the load then fails"
+        elif self.parameters > self.tensors:
+            fails = "load_state then fails with a ValueError"
+        else:
+            # Buffers and frozen weights are tensors, too: the numbers of parameters may agree.
+            fails = "load_state or the next optimizer step then fails"
         return (
             f"it may belong to another run, and {fails}: {other_run}. If the optimizer has a module that was not "
             f"prepared instead, {module}"
+        )
+
+    @property
+    def may_be_tied(self) -> bool:
+        """Return whether the parameters without weights may share their memory with others, which have weights."""
+        return self.parameters > self.tensors and not (
+            self.names or self.shapes or self.is_foreign or self.is_of_trainer
         )
 
 

@@ -1,0 +1,158 @@
+"""Optimizers of the Trainer against the weights next to them: real runs stay clean, foreign optimizers are reported."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix import check
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+]
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def run(output: Path, model: Any, **arguments: Any) -> Path:
+    """Train two steps and return the checkpoint, or resume from one and train on."""
+    from transformers import Trainer, TrainingArguments
+
+    resumed = arguments.pop("resumed", None)
+    data = [{"input_ids": torch.arange(6) + i, "labels": torch.arange(6)} for i in range(8)]
+    options = TrainingArguments(
+        str(output), save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, **{"max_steps": 2, **arguments},
+    )  # fmt: skip
+    Trainer(model, options, train_dataset=data).train(resume_from_checkpoint=resumed)
+    return output / "checkpoint-2"
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **{"intermediate_size": 32, **options}))
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+def mixtral() -> Any:
+    """Return a model whose experts are one parameter in memory, and several tensors in its file."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 3}
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def frozen(model: Any, part: str) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part not in name)
+    return model
+
+
+def lora(**options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    known = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    return get_peft_model(llama(), LoraConfig(**{**known, **options}))
+
+
+def prefix() -> Any:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    return get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+class WithValueHead(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained_model = llama()
+        self.v_head = torch.nn.Linear(16, 1)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        output = self.pretrained_model(input_ids, labels=labels, output_hidden_states=True)
+        return {"loss": output.loss + self.v_head(output.hidden_states[-1]).mean()}
+
+
+HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "model": (llama, {}),
+    "tied": (lambda: llama(tie_word_embeddings=True), {}),
+    "tied gpt2": (gpt2, {}),
+    "shared by encoder and decoder": (t5, {}),
+    "decay": (llama, {"weight_decay": 0.1}),
+    "frozen": (lambda: frozen(llama(), "layers.0"), {}),
+    "experts": (mixtral, {}),
+    "frozen experts": (lambda: frozen(mixtral(), "embed"), {}),
+    "lora": (lora, {}),
+    "lora and a module": (lambda: lora(modules_to_save=["lm_head"]), {}),
+    "lora of embeddings": (lambda: lora(target_modules=["q_proj", "embed_tokens"]), {}),
+    "dora": (lambda: lora(use_dora=True), {}),
+    "prefix": (prefix, {}),
+    "value head": (WithValueHead, {}),
+    "fused": (llama, {"optim": "adamw_torch_fused"}),
+    "adafactor": (llama, {"optim": "adafactor"}),
+    "sgd": (llama, {"optim": "sgd"}),
+    "rmsprop": (llama, {"optim": "rmsprop"}),
+    "adagrad": (llama, {"optim": "adagrad"}),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_optimizers_of_the_trainer_are_healthy(tmp_path: Path, name: str) -> None:
+    make, arguments = HEALTHY[name]
+    report = check(run(tmp_path, make(), **arguments))
+    assert [finding.code for finding in report.findings if finding.severity.value != "note"] == []
+
+
+def told(root: Path) -> list[str]:
+    return [str(finding) for finding in check(root).findings if finding.code == "unsaved-parameters"]
+
+
+def test_an_optimizer_of_a_wider_model_is_reported(tmp_path: Path) -> None:
+    # The Trainer's default is a fused optimizer, which checks no shape and writes beyond the moments.
+    root = run(tmp_path / "a", llama(), optim="adamw_torch")
+    wide = run(tmp_path / "b", llama(intermediate_size=48), optim="adamw_torch")
+    shutil.copyfile(wide / "optimizer.pt", root / "optimizer.pt")
+    with pytest.raises(RuntimeError):
+        run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
+    assert told(root) == [
+        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes [16], [16, 16], [16, "
+        "32] and 2 more; found 21 parameters of shapes [16], [16, 16], [16, 48] and 2 more)"
+    ]
+
+
+def test_an_adapter_of_another_rank_than_the_moments_is_reported(tmp_path: Path) -> None:
+    root = run(tmp_path / "a", lora(), optim="adamw_torch")
+    lora(r=8).save_pretrained(root)
+    with pytest.raises(RuntimeError):
+        run(tmp_path / "c", lora(r=8), resumed=str(root), max_steps=4, optim="adamw_torch")
+    assert told(root) == [
+        "optimizer.pt: does not fit the weights (expected the parameters of 8 tensors of shapes [8, 16], [16, 8]; "
+        "found 8 parameters of shapes [4, 16], [16, 4])"
+    ]
+
+
+def test_a_lost_weight_is_reported_that_the_trainer_starts_anew_without_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    root = run(tmp_path / "a", llama())
+    weights = load_file(root / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, root / "model.safetensors", {"format": "pt"})
+    run(tmp_path / "c", llama(), resumed=str(root), max_steps=4)
+    assert told(root) == ["optimizer.pt: it has 21 parameters, and the checkpoint has 20 tensors of weights"]
