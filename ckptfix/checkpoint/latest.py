@@ -478,7 +478,13 @@ def _is_model(checkpoint: Path, name: str, *, of_trainer: bool) -> bool:
     parsed = parse_file_name(name)
     if parsed is not None:
         return _holds_weights(parsed) or (of_trainer and parsed.role is Role.UNKNOWN)
-    return (checkpoint / name).is_dir() and name != JOURNAL
+    if name == JOURNAL or not (checkpoint / name).is_dir():
+        return False
+    folder = parse_folder_name(name)
+    if folder is not None and folder.role is Role.OPTIMIZER:
+        return False
+    # Logs of TensorBoard in runs/ are no weights.
+    return not of_trainer or may_hold_weights(checkpoint / name)
 
 
 _HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"

@@ -105,6 +105,15 @@ def hidden_weights(names: Collection[str], *, has_folders: bool) -> HiddenWeight
     return None
 
 
+def lost_weights(names: Collection[str]) -> str:
+    """Return the name of the weights of a Trainer's folder that has none, as its config shows it.
+
+    ``_load_from_checkpoint`` (transformers 5.23) ends with "Can't find a valid checkpoint".
+    """
+    is_adapter = "adapter_config.json" in names and "config.json" not in names
+    return "adapter_model.safetensors" if is_adapter else _WANTED[".safetensors"]
+
+
 _WANTED = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 _READ = frozenset(
     {

@@ -5,7 +5,7 @@ import re
 import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from threading import Lock
@@ -43,6 +43,7 @@ from ckptfix.checkpoint.trainer_folders import (
     MissingState,
     TrainerProgress,
     hidden_weights,
+    lost_weights,
     missing_among,
     random_states,
 )
@@ -134,6 +135,9 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
         )
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
     parts = _parts(_paths(folder))
+    weights = _weights_lost_by_trainer(folder, own, names)
+    if weights is not None:
+        yield weights
     states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
     if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
         return
@@ -154,6 +158,34 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
         missing.insert(0, TRAINER_STATE)
     if missing:
         yield _lost_by_trainer(tuple(missing), there)
+
+
+def _weights_lost_by_trainer(
+    folder: CheckpointFolder, own: Mapping[Role, str], names: Collection[str]
+) -> IncompleteCheckpoint | None:
+    """Return the finding about a checkpoint or an export of the Trainer without weights, None for any other folder.
+
+    ``own``: the states that the Trainer alone writes. It saves its arguments together with the weights, even in an
+    export; a script may keep arguments of its own under that name, and an optimizer away from its model.
+    """
+    ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
+    if own.keys() == {Role.RNG_STATE} and not ranks & {None, 0}:
+        return None  # the states of ranks on the disk of another node
+    is_saved_by_trainer = len(own) > 1 or (own and not {*_FOREIGN}.isdisjoint(names))
+    if not is_saved_by_trainer or any(one.role in NOT_STATES for one in folder.components):
+        return None
+    if any(path.suffix in OTHER_WEIGHTS for path in folder.strays):
+        return None
+    if any(may_hold_weights(folder.root / path) for path in folder.subfolders):
+        return None
+    shown = next(role for role in (*_RESUMED, Role.TRAINING_ARGUMENTS) if role in own)
+    lost = lost_weights(names)
+    return IncompleteCheckpoint(
+        path=PurePosixPath(lost),
+        missing=(lost,),
+        known_by=f"{own[shown]} is there, and no file with weights",
+        of_trainer=True,
+    )
 
 
 def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> Iterator[Finding]:
@@ -430,6 +462,9 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
 
     examples = {part: name for save in near for part, name in save.parts.items()}
     missing = [part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)]
+    # A neighbour may have shards where another finding names one file.
+    reported = {part for part in _parts(map(PurePosixPath, known)) if part[0] is Role.MODEL}
+    missing = [part for part in missing if part not in reported]
     is_first_or_last = not (before and after) and _is_save(own) and not is_of_others
     unsure = [part for part in missing if is_first_or_last and part[0] is Role.RNG_STATE]
     sure = [part for part in missing if part not in unsure]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,104 @@ def test_weights_alone_in_all_checkpoints_of_a_run_are_no_finding(tmp_path: Path
     for name in ("checkpoint-2", "checkpoint-4"):
         assert not {*STATES}.intersection(path.name for path in (tmp_path / "run" / name).iterdir())
         assert check(tmp_path / "run" / name).status == 0
+
+
+def lora_trainer_in(output: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "vocab_size": 20}
+    base = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
+    arguments = TrainingArguments(
+        str(output), max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, label_names=["labels"],
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=data)
+
+
+@pytest.fixture(scope="module")
+def saved_lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        trainer = lora_trainer_in(tmp_path_factory.mktemp("lora"))
+        trainer.train()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return Path(trainer.args.output_dir, "checkpoint-2"), weights
+
+
+@pytest.fixture
+def lora_checkpoint(saved_lora: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_lora[0], tmp_path / "lora/checkpoint-2"))
+
+
+def warning_of(root: Path) -> Any:
+    report = check(root)
+    assert report.status == 1
+    (warning,) = (one for one in report.findings if one.severity.value != "note")
+    return warning
+
+
+EXPORTED = ("config.json", "adapter_config.json", "training_args.bin")
+
+
+@pytest.mark.parametrize("is_export", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_a_checkpoint_or_an_export_without_weights(
+    name: str,
+    is_export: bool,
+    checkpoint: Path,
+    lora_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = checkpoint if name == "model.safetensors" else lora_checkpoint
+    (root / name).unlink()
+    (root / "runs").mkdir()
+    (root / "runs/events.out.tfevents").write_bytes(b"log")
+    if is_export:
+        for path in list(root.iterdir()):
+            if path.is_file() and path.name not in EXPORTED:
+                path.unlink()
+    else:
+        with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+            trainer_in(tmp_path / "out")._load_from_checkpoint(str(root))
+        with pytest.raises(UsageError, match="no weights of a model"):
+            ckptfix.latest_checkpoint(root.parent)
+    shown = "training_args.bin" if is_export else "optimizer.pt"
+    warning = warning_of(root)
+    assert (warning.code, str(warning)) == (
+        "incomplete-checkpoint",
+        f"{name} is missing: {shown} is there, and no file with weights",
+    )
+    assert warning.advice.startswith(
+        "the Trainer cannot resume without it, and no library can load the model;"
+    )
+    assert run(["check", "-r", str(root.parent)]) == 1
+    assert "incomplete-checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "pytorch_model_fsdp_0/__0_0.distcp",
+        "global_step2/mp_rank_00_model_states.pt",
+        "default/adapter_model.safetensors",
+        "best/model.safetensors",
+    ],
+)
+def test_weights_in_a_subfolder_are_not_missing(place: str, checkpoint: Path) -> None:
+    (checkpoint / place).parent.mkdir()
+    (checkpoint / "model.safetensors").rename(checkpoint / place)
+    assert not [one for one in check(checkpoint).findings if "no file with weights" in str(one)]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin", "rng_state_1.pth"])
+def test_a_state_without_other_files_of_the_trainer_wants_no_weights(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "states").mkdir()
+    shutil.copy(checkpoint / name.replace("_1", ""), tmp_path / "states" / name)
+    assert check(tmp_path / "states").status == 0

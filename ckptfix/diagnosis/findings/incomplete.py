@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.dataclass import dataclass
@@ -38,6 +38,11 @@ class MissingFile(Finding):
 
 _OF_A_RUN = {"optimizer", "scheduler", "rng"}
 """Beginnings of the Trainer's files that a checkpoint lacks whose states were deleted, or not saved."""
+
+
+def _is_weights(file_name: str) -> bool:
+    parsed = parse_file_name(file_name)
+    return parsed is not None and parsed.role in NOT_STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,9 @@ class IncompleteCheckpoint(Finding):
     @property
     def _cost_for_trainer(self) -> str:
         """The cost of the missing files. The Trainer loads optimizer and scheduler together, or neither."""
+        copied = "it" if len(self.missing) == 1 else "them"
+        if any(map(_is_weights, self.missing)):
+            return f"the Trainer cannot resume without {copied}, and no library can load the model"
         others = [name for name in self.missing if name != TRAINER_STATE]
         states = [name for name in others if name.startswith("rng_state")]
         new = ["a new optimizer and learning rate"] if len(states) < len(others) else []
