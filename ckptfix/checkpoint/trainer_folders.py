@@ -91,8 +91,8 @@ def hidden_weights(names: Collection[str], *, has_folders: bool) -> HiddenWeight
     """
     if has_folders or not {_OPTIMIZER, TRAINER_STATE} <= set(names) or not _READ.isdisjoint(names):
         return None
-    adapters = _ADAPTERS.intersection(names)
-    if adapters and "adapter_config.json" in names:
+    # A resume reads an adapter without its config; a model of transformers has a config of its own.
+    if not _ADAPTERS.isdisjoint(names) and ("adapter_config.json" in names or "config.json" not in names):
         return None
     parsed = {name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None}
     weights = {name: meaning for name, meaning in parsed.items() if meaning.role in NOT_STATES}
@@ -102,6 +102,16 @@ def hidden_weights(names: Collection[str], *, has_folders: bool) -> HiddenWeight
         wanted = _WANTED.get(meaning.suffix)
         if wanted is not None and (meaning.is_of_library or "config.json" in names):
             return HiddenWeights(name, wanted)
+    return None
+
+
+def adapter_without_config(names: Collection[str]) -> str | None:
+    """Return the weights of an adapter in a Trainer's folder without ``adapter_config.json``, None for none.
+
+    The Trainer resumes, as it has the config in memory; ``PeftModel.from_pretrained`` fails (peft 0.21).
+    """
+    if {"adapter_config.json", "config.json"}.isdisjoint(names):
+        return min(_ADAPTERS.intersection(names), default=None)
     return None
 
 

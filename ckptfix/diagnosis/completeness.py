@@ -37,11 +37,12 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
     usable_manifest,
 )
-from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
+from ckptfix.checkpoint.model_configs import ADAPTER, OTHER_WEIGHTS, may_hold_weights, without_weights
 from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
 from ckptfix.checkpoint.trainer_folders import (
     MissingState,
     TrainerProgress,
+    adapter_without_config,
     hidden_weights,
     lost_weights,
     missing_among,
@@ -138,6 +139,13 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     weights = _weights_lost_by_trainer(folder, own, names)
     if weights is not None:
         yield weights
+    elif own and (adapter := adapter_without_config(names)):
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(ADAPTER),
+            missing=(ADAPTER,),
+            known_by=f"{adapter} is there",
+            of_trainer=True,
+        )
     states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
     if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
         return

@@ -382,3 +382,27 @@ def test_a_state_without_other_files_of_the_trainer_wants_no_weights(
     (tmp_path / "states").mkdir()
     shutil.copy(checkpoint / name.replace("_1", ""), tmp_path / "states" / name)
     assert check(tmp_path / "states").status == 0
+
+
+def test_an_adapter_without_its_config_resumes_and_is_loaded_by_nothing_else(
+    lora_checkpoint: Path, saved_lora: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    (lora_checkpoint / "adapter_config.json").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = lora_trainer_in(tmp_path / "out")
+        for parameter in trainer.model.parameters():
+            parameter.data.zero_()
+        trainer._load_from_checkpoint(str(lora_checkpoint))
+        loaded = trainer.model.state_dict()
+        assert all(torch.equal(loaded[name], saved_lora[1][name]) for name in loaded if "lora" in name)
+        with pytest.raises(ValueError, match="adapter_config"):
+            PeftModel.from_pretrained(trainer.model.base_model.model, str(lora_checkpoint))
+    warning = warning_of(lora_checkpoint)
+    assert str(warning) == "adapter_config.json is missing: adapter_model.safetensors is there"
+    assert warning.advice.startswith(
+        "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy"
+    )
+    assert ckptfix.latest_checkpoint(lora_checkpoint.parent) == lora_checkpoint

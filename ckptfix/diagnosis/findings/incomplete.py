@@ -6,6 +6,7 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
+from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.storage.paths import shell_path
@@ -90,6 +91,11 @@ class IncompleteCheckpoint(Finding):
         if self.is_wrong:
             # The problem says what the Trainer does with the value: it need not fail.
             return "copy it again, or resume from a complete checkpoint"
+        if self.missing == (ADAPTER,):
+            return (
+                "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it again, or from another "
+                "checkpoint of the run"
+            )
         if self.by_rank:
             cost = (
                 "go on with new random states"
