@@ -300,6 +300,10 @@ def test_a_gap_is_closed_only_when_allowed(tmp_path: Path) -> None:
     folder = save_state(tmp_path / "c", STUDENT, STUDENT, TEACHER)
     (folder / "model_1.safetensors").unlink()
     assert codes(folder) == ["entry-gap"]
+    (gap,) = check(folder).findings
+    first, *rest = gap.advice.splitlines()
+    assert first.startswith("copy ")
+    assert "only if the script no longer has that object" in rest[0]
     assert repair(folder).status == 1
     assert set(models_of(folder)) == {"model.safetensors", "model_2.safetensors"}
     assert repair(folder, policy=Policy(allow=frozenset({"entry-gap"}))).status == 0

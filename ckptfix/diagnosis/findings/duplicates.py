@@ -426,3 +426,13 @@ class EntryGap(Finding):
 
     def __str__(self) -> str:
         return f"{self.path} is there, {self.missing} is not; Accelerate looks for every number in turn"
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring the file back: after the repair the script loads a later object in its place."""
+        return (
+            f"copy {self.missing} again, or use an older checkpoint\n"
+            f"only if the script no longer has that object: ckptfix repair DIR {self.option}\n"
+            "  this moves the later files down a number; a script that still has the object fails, or loads the state "
+            "of another one into it"
+        )
