@@ -250,6 +250,7 @@ def _built(
             found.proofs.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}")
             why = "from_pretrained builds no model"
         next_step = f"; next: {command('verify', path)} --model module:factory"
+        found.proofs.add(Subject.NAMES, Outcome.NOT_EXERCISED, f"names: {why}")
         found.proofs.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {why}{next_step}")
         return None
 
