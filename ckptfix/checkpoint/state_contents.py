@@ -85,6 +85,7 @@ _GENERATORS = {
 """Keys under which random states have those of Python, numpy, and torch on the CPU and on CUDA devices."""
 
 _WORDS_OF_PYTHON = 625
+_WORDS_OF_NUMPY = 624
 _LEAST_OF_TORCH = 5048
 """torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
 
@@ -380,6 +381,7 @@ def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: st
     state = child(tree.root, numpy)
     values = items_of(state)
     is_of_numpy = len(values) in (3, 5) and type(values[0]) is Text and values[0].value == "MT19937"
+    is_of_numpy = is_of_numpy and _length_of_array(values[1]) in (None, _WORDS_OF_NUMPY)
     # A script that replaced numpy's global bit generator saves a dict.
     if not is_of_numpy and child(state, "bit_generator") is None:
         return f"random states whose {numpy!r} is not a state of numpy's generator"
@@ -392,6 +394,13 @@ def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: st
     if not all(_has_bytes(member, 1, known) for member in members):
         return f"random states whose {cuda!r} is not a state of CUDA generators"
     return ""
+
+
+def _length_of_array(value: object) -> int | None:
+    """Return the length of a numpy array of one dimension, None for anything else."""
+    state = items_of(value.states[0]) if type(value) is Node and _is_array(value) and value.states else ()
+    shape = items_of(state[1]) if len(state) > 1 else ()
+    return shape[0] if len(shape) == 1 and type(shape[0]) is int else None
 
 
 def _has_bytes(value: object, least: int, known: Mapping[str, PickledStorage]) -> bool:

@@ -508,6 +508,9 @@ SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "python: list": lambda saved: {OF_PYTHON: (3, list(saved[OF_PYTHON][1]), None)},
     "numpy: None": lambda saved: {OF_NUMPY: None},
     "numpy: short": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:1]},
+    "numpy: 3 words": lambda saved: {
+        OF_NUMPY: (saved[OF_NUMPY][0], saved[OF_NUMPY][1][:3].copy(), *saved[OF_NUMPY][2:])
+    },
     "numpy: {}": lambda saved: {OF_NUMPY: {}},
     "torch: None": lambda saved: {OF_TORCH: None},
     "torch: floats": lambda saved: {OF_TORCH: saved[OF_TORCH].float()},
