@@ -70,13 +70,15 @@ def trainer_problem(checkpoint: Path) -> str | None:
     has_folders = any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
     if _SCHEDULER in names and not names & {_OPTIMIZER, "optimizer.bin"} and not has_folders:
         return NO_OPTIMIZER
-    if hidden := hidden_weights(names, has_folders=has_folders):
+    if hidden := hidden_weights(names, has_folders=has_folders) or hidden_optimizer(
+        names, has_folders=has_folders
+    ):
         return f"no {hidden.wanted}: the Trainer does not look for {hidden.name!r}"
     return None
 
 
 class HiddenWeights(NamedTuple):
-    """A file that may be the weights of a model: its name, and the one for which the Trainer looks."""
+    """A file that may be the weights of a model, or an optimizer: its name, and the one that the Trainer reads."""
 
     name: str
     wanted: str
@@ -103,6 +105,17 @@ def hidden_weights(names: Collection[str], *, has_folders: bool) -> HiddenWeight
         if wanted is not None and (meaning.is_of_library or "config.json" in names):
             return HiddenWeights(name, wanted)
     return None
+
+
+def hidden_optimizer(names: Collection[str], *, has_folders: bool) -> HiddenWeights | None:
+    """Return an ``optimizer.bin`` for which the resume fails, as it finds that name and reads ``optimizer.pt``.
+
+    FSDP alone reads ``optimizer.bin``, and saves it together with its own weights or with folders.
+    """
+    is_of_fsdp = has_folders or "pytorch_model_fsdp.bin" in names
+    if is_of_fsdp or _OPTIMIZER in names or not {"optimizer.bin", _SCHEDULER, TRAINER_STATE} <= set(names):
+        return None
+    return HiddenWeights("optimizer.bin", _OPTIMIZER)
 
 
 def adapter_without_config(names: Collection[str]) -> str | None:

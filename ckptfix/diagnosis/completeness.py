@@ -43,6 +43,7 @@ from ckptfix.checkpoint.trainer_folders import (
     MissingState,
     TrainerProgress,
     adapter_without_config,
+    hidden_optimizer,
     hidden_weights,
     lost_weights,
     missing_among,
@@ -126,7 +127,12 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     Nor is it from the states of ranks alone that a node other than the first has on a disk of its own.
     """
     names = [path.name for path in (*_paths(folder), *folder.strays)]
-    if hidden := hidden_weights(names, has_folders=bool(folder.subfolders)):
+    has_folders = bool(folder.subfolders)
+    hidden_files = (
+        hidden_weights(names, has_folders=has_folders),
+        hidden_optimizer(names, has_folders=has_folders),
+    )
+    for hidden in filter(None, hidden_files):
         yield IncompleteCheckpoint(
             path=PurePosixPath(hidden.wanted),
             missing=(hidden.wanted,),

@@ -302,6 +302,7 @@ def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(tmp_path: Pa
         (root / optimizer).mkdir()
     else:
         (root / "optimizer.pt").rename(root / optimizer)
+        shutil.copy(root / "model.safetensors", root / "pytorch_model_fsdp.bin")
     assert incomplete(root) == []
     (root / "scheduler.pt").unlink()
     assert incomplete(root) == ["scheduler.pt is missing: rng_state_1.pth is there"]

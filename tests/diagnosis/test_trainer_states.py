@@ -406,3 +406,14 @@ def test_an_adapter_without_its_config_resumes_and_is_loaded_by_nothing_else(
         "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy"
     )
     assert ckptfix.latest_checkpoint(lora_checkpoint.parent) == lora_checkpoint
+
+
+def test_an_optimizer_under_the_name_of_accelerate(
+    saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
+) -> None:
+    (checkpoint / "optimizer.pt").rename(checkpoint / "optimizer.bin")
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):
+        weights_after(checkpoint.parent.parent / "out", checkpoint)
+    assert "rename it to optimizer.pt" in warning_of(checkpoint).advice
+    with pytest.raises(UsageError, match=r"no optimizer\.pt: the Trainer does not look for 'optimizer\.bin'"):
+        ckptfix.latest_checkpoint(checkpoint.parent)
