@@ -1,4 +1,4 @@
-"""What the loader of each pickle reads beyond torch's ``weights_only`` list, and the files that it refuses."""
+"""The globals that the loader of each pickle reads beyond torch's ``weights_only`` list, and the files it refuses."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -39,7 +39,7 @@ class _Objects(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loader:
-    """What a loader reads beyond the globals on torch's ``weights_only`` list.
+    """A loader, by what it reads beyond the globals on torch's ``weights_only`` list.
 
     ``globals``, ``packages``: single ones, and all of a package. ``is_plain_read``: whether a pickle outside of the
     containers of ``torch.save`` is nobody's problem. ``has_note``: the library pickles its own classes here, so that

@@ -30,7 +30,7 @@ from ckptfix.storage.recipes import (
     ends_of,
     parts_of,
 )
-from ckptfix.storage.transaction_folder import Workspace, read_after, read_samples
+from ckptfix.storage.transaction_folder import Workspace, read_after, read_all_notes, read_samples
 from ckptfix.storage.transaction_plan import TransactionRecord, read_record
 from ckptfix.wording import human_size, moment
 
@@ -299,6 +299,7 @@ class Allowed(NamedTuple):
 def check_undoable(root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool) -> Allowed:
     """Raise ChangedError, JournalError or OperationError when an undo would lose bytes or could not finish."""
     _check_later(root, number, record)
+    _check_kept(root, done, record)
     allowed = _check_unchanged(root, done, number, record, force)
     _check_space(root, record)
     _check_restored(root, done, number, record)
@@ -372,6 +373,32 @@ def is_as_left(root: Path, number: int) -> bool:
                 return False
             return True
     return False
+
+
+def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
+    """Raise ChangedError when the journal lacks a byte that the repair kept in it.
+
+    ``cp -rL`` leaves out a kept link that leads to a neighbour, as it leads nowhere from within the journal.
+    """
+    work = Workspace(root, done)
+    notes = read_all_notes(done, len(record.edits))
+    for index, (edit, note) in enumerate(zip(record.edits, notes, strict=True)):
+        if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Kept):
+            path = work.old(index, edit.previous)
+            now = fingerprint(path)
+            is_whole = now is not None and now.same_content(note.old)
+        elif isinstance(edit, Truncate):
+            path = work.tail(index)
+            now = fingerprint(path)
+            is_whole = now is not None and now.size == edit.old_size - edit.new_size
+        else:
+            continue
+        if not is_whole:
+            raise ChangedError(
+                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it to bring back {edit.path}: "
+                f"a copy may have left it out; nothing was undone; undo the folder that this one was copied from, or "
+                f"{forget(root)}"
+            )
 
 
 def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:

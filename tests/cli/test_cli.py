@@ -118,6 +118,7 @@ def test_commands_can_be_pasted_into_a_shell(tmp_path: Path, capsys: pytest.Capt
     assert f"next: ckptfix repair '{folder}'" in capsys.readouterr().out
     assert run(["repair", str(folder)]) == 0
     assert f"ckptfix undo '{folder}'" in capsys.readouterr().out
+    (folder / "optimizer.bin").unlink()
     write_safetensors(folder / "model.safetensors", {"module.a": b"1"})
     assert run(["check", str(folder), "--json"]) == 0
     (note,) = printed(capsys)["checkpoints"][0]["findings"]

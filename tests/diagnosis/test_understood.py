@@ -130,7 +130,7 @@ def test_the_step_of_an_old_optimizer_is_in_its_pickle(tmp_path: Path) -> None:
 
 def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint-500"
-    save_model(root / "model.safetensors", {"lm_head.weight": torch.ones(2, 2)})
+    save_model(root / "model.safetensors", {"lm_head.weight": torch.ones(3), "norm.weight": torch.ones(3)})
     save_optimizer(root / "optimizer.pt", torch.optim.AdamW)
     torch.save({"last_epoch": 500}, root / "scheduler.pt")
     (root / "rng_state.pth").write_bytes(TRAINER_RANDOM_STATES)
@@ -145,7 +145,7 @@ def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
     assert (root / "trainer_state.json").stat().st_size > 1 << 20
     # The first two lines are the note about the Trainer's random states.
     assert understood(root)[2:] == [
-        "  model      model.safetensors (LlamaForCausalLM, 22 layers, vocabulary 32000): 1 tensor, F32, 16 B",
+        "  model      model.safetensors (LlamaForCausalLM, 22 layers, vocabulary 32000): 2 tensors, F32, 24 B",
         "  optimizer  optimizer.pt (Adam or AdamW): 2 parameters",
         "  run        step 500, epoch 1.25",
         "  saved by   1 process, transformers 4.44.2",

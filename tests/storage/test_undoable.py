@@ -217,3 +217,25 @@ def test_a_file_that_comes_back_from_a_kept_one(tmp_path: Path) -> None:
     do(root, (drop_long(root), Replace(path=P("model"), content=content, previous=KEPT)))
     undo_last(root)
     assert without_journal(snapshot(root)) == old
+
+
+@pytest.mark.parametrize("kept", ["0.kept", "1.kept", "2.tail"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_nothing_is_undone_without_all_that_the_journal_kept(root: Path, kept: str, damage: str) -> None:
+    """``cp -rL`` leaves out a kept link to a neighbour: an undo moved two files back, and could not go on."""
+    size = (root / "zip").stat().st_size
+    edits = (
+        Remove(path=P("model_1"), previous=KEPT),
+        Replace(path=P("model"), content=Recipe(pieces=(Literal(b"new"),)), previous=KEPT),
+        Truncate(path=P("zip"), old_size=size, new_size=size - 4),
+    )
+    do(root, edits)
+    path = root / ".ckptfix/0001.done" / kept
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(data[:-1])
+    left = snapshot(root)
+    with pytest.raises(ChangedError, match=rf"{kept}: .*nothing was undone; undo the folder that"):
+        undo_last(root)
+    assert snapshot(root) == left
