@@ -105,6 +105,21 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
     )
 
 
+def broken_config(path: Path) -> str:
+    """Return why no loader can read a config, "" for one that is read, or that may not be read or is too long."""
+    data = b""
+    with suppress(OSError):
+        data = read_start(path, _LONGEST_CONFIG) or b""
+        if len(data) == _LONGEST_CONFIG:
+            return ""
+        try:
+            return "" if isinstance(json.loads(data.decode()), dict) else "not a JSON object"
+        except (ValueError, RecursionError):
+            is_pointer = data.startswith(b"version https://git-lfs")
+            return "a git-LFS pointer" if is_pointer else "not JSON" if data else "empty"
+    return ""
+
+
 def is_pretrained(folder: Path) -> bool:
     """Return whether transformers, diffusers or PEFT saved a model in a folder, by its config.
 

@@ -22,6 +22,7 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.model_configs import CONFIG, broken_config
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import origin_of, read_start
 from ckptfix.wording import count_of, human_size
@@ -70,6 +71,8 @@ def trainer_problem(checkpoint: Path) -> str | None:
     has_folders = any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
     if _SCHEDULER in names and not names & {_OPTIMIZER, "optimizer.bin"} and not has_folders:
         return NO_OPTIMIZER
+    if CONFIG in names and (broken := broken_config(checkpoint / CONFIG)):
+        return f"{CONFIG}: {broken}"
     if hidden := hidden_weights(names, has_folders=has_folders) or hidden_optimizer(
         names, has_folders=has_folders
     ):

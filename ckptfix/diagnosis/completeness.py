@@ -37,7 +37,14 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
     usable_manifest,
 )
-from ckptfix.checkpoint.model_configs import ADAPTER, OTHER_WEIGHTS, may_hold_weights, without_weights
+from ckptfix.checkpoint.model_configs import (
+    ADAPTER,
+    CONFIG,
+    OTHER_WEIGHTS,
+    broken_config,
+    may_hold_weights,
+    without_weights,
+)
 from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
 from ckptfix.checkpoint.trainer_folders import (
     MissingState,
@@ -120,6 +127,10 @@ def incomplete(
         yield from _incomplete_of_trainer(folder, has_deepspeed=has_deepspeed)
 
 
+_READ_BY = {CONFIG: "the Trainer and from_pretrained fail", ADAPTER: "PeftModel.from_pretrained fails"}
+"""The loads that read a config. The Trainer resumes an adapter without its own (transformers 5.23, peft 0.21)."""
+
+
 def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[Finding]:
     """Yield the states that transformers' Trainer writes together with those that exist (``Trainer._save_checkpoint``).
 
@@ -128,6 +139,17 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     """
     names = [path.name for path in (*_paths(folder), *folder.strays)]
     has_folders = bool(folder.subfolders)
+    is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
+    for name, loads in _READ_BY.items() if is_of_library else ():
+        if name in names and (broken := broken_config(folder.root / name)):
+            yield IncompleteCheckpoint(
+                path=PurePosixPath(name),
+                missing=(name,),
+                known_by="it cannot be read",
+                of_trainer=True,
+                problem=f"{broken}, so {loads}",
+                is_wrong=True,
+            )
     hidden_files = (
         hidden_weights(names, has_folders=has_folders),
         hidden_optimizer(names, has_folders=has_folders),

@@ -395,7 +395,7 @@ def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
             continue
         if not is_whole:
             raise ChangedError(
-                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it to bring back {edit.path}: "
+                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it for {edit.path}: "
                 f"a copy may have left it out; nothing was undone; undo the folder that this one was copied from, or "
                 f"{forget(root)}"
             )

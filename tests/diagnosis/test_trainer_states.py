@@ -417,3 +417,13 @@ def test_an_optimizer_under_the_name_of_accelerate(
     assert "rename it to optimizer.pt" in warning_of(checkpoint).advice
     with pytest.raises(UsageError, match=r"no optimizer\.pt: the Trainer does not look for 'optimizer\.bin'"):
         ckptfix.latest_checkpoint(checkpoint.parent)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "version https://git-lfs.github.com/spec/v1"])
+def test_a_config_that_is_no_json_object(text: str, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "config.json").write_text(text)
+    with pytest.raises((ValueError, TypeError)):
+        trainer_in(tmp_path / "out")._load_from_checkpoint(str(checkpoint))
+    assert str(warning_of(checkpoint)).endswith("so the Trainer and from_pretrained fail")
+    with pytest.raises(UsageError, match=r"config\.json: "):
+        ckptfix.latest_checkpoint(checkpoint.parent)

@@ -423,8 +423,9 @@ def test_a_model_in_a_sub_folder_and_its_broken_config(
     assert "  model      unet/diffusion_pytorch_model.safetensors (UNet2DModel): 1 tensor, F32, 12 B" in lines
     assert "  saved by   2 processes, diffusers 0.35" in lines
     (folder / "unet" / "config.json").write_text("{")
-    assert "  unet/config.json: not JSON" in understood(folder)
-    assert run(["check", "--format", "sarif", str(folder)]) == 0
+    (finding,) = check(folder / "unet").findings
+    assert str(finding) == "config.json: not JSON, so the Trainer and from_pretrained fail"
+    assert run(["check", "--format", "sarif", str(folder)]) == 1
     assert "not checked: unet/config.json: not JSON" in capsys.readouterr().out
 
 

@@ -52,8 +52,8 @@ class IncompleteCheckpoint(Finding):
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
-    ``is_wrong``: the file can be read, and the problem is a value in it. ``misnamed``: a file that nearly has the name
-    of the missing one.
+    ``is_wrong``: the problem is what the file holds, and says what a load does with it. ``misnamed``: a file that nearly
+    has the name of the missing one.
     """
 
     code = "incomplete-checkpoint"
@@ -61,7 +61,7 @@ class IncompleteCheckpoint(Finding):
     action = Action.TELL
     meaning = (
         "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show, or has nearly "
-        "the right name; or `trainer_state.json` cannot be read"
+        "the right name; or `trainer_state.json` or a config cannot be read"
     )
 
     missing: tuple[str, ...]
@@ -89,7 +89,7 @@ class IncompleteCheckpoint(Finding):
             rest = "copy the missing file again" if self.of_trainer else "move it out of the folder"
             return f"if {self.misnamed!r} is that file, rename it to {self.missing[0]}; else {rest}"
         if self.is_wrong:
-            # The problem says what the Trainer does with the value: it need not fail.
+            # The problem says what a load does with the value: it need not fail.
             return "copy it again, or resume from a complete checkpoint"
         if self.missing == (ADAPTER,):
             return (
