@@ -43,7 +43,12 @@ from ckptfix.diagnosis.findings.damaged import (
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
-from ckptfix.diagnosis.optimizer_states import SavedOptimizer, diagnose_optimizers, saved_optimizers
+from ckptfix.diagnosis.optimizer_states import (
+    SavedOptimizer,
+    diagnose_optimizers,
+    holds_optimizers,
+    saved_optimizers,
+)
 from ckptfix.diagnosis.schedules import diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import diagnose_wrong_states
@@ -350,6 +355,9 @@ def _not_checked(
         # Names that ``check`` passes: it prints what a config says, and compares none of it.
         configs = [path.name for path in folder.strays if path.name in looked_at]
         words += [f"{name} against the weights: its sizes are read and not compared" for name in configs]
+    bundles = [str(component.path) for component in folder.components if holds_optimizers(component)]
+    if bundles:
+        words.append(f"optimizers inside {list_names(bundles)}: only files of an optimizer alone are judged")
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
     if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):

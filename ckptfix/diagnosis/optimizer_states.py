@@ -140,6 +140,20 @@ def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> 
             yield from optimizers_of(state)
 
 
+def holds_optimizers(component: Component) -> bool:
+    """Return whether a file of weights has optimizers next to them, as ``torch.save({"model": ..., "optimizer": ...})``
+    and Lightning write it.
+    """
+    if component.role is Role.OPTIMIZER or not isinstance(component.content, TorchFile):
+        return False
+    try:
+        values = [value for _, value in pairs(component.content.tree.root)]
+        inner = [item for value in values if type(value) is Node for item in items_of(value)]
+    except FormatError:
+        return False
+    return any(type(value) is Node and is_optimizer(value) for value in (*values, *inner))
+
+
 def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
     """Return the optimizer in a file, None for anything else."""
     root = file.tree.root

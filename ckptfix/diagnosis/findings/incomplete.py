@@ -52,8 +52,8 @@ class IncompleteCheckpoint(Finding):
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
-    ``is_wrong``: the problem is what the file holds, and says what a load does with it. ``misnamed``: a file that nearly
-    has the name of the missing one.
+    ``is_wrong``: the problem is what the file holds, and says what a load does. ``misnamed``: a file that nearly has
+    the name of the missing one.
     """
 
     code = "incomplete-checkpoint"
