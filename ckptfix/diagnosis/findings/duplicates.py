@@ -350,10 +350,11 @@ class IdenticalStates(Finding):
     @property
     def advice(self) -> str:
         """Advice to give the number of entries: two intentional optimizers are often in equal state."""
+        keep = f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
         if self.role is Role.SCHEDULER:
             # Equal schedules of two optimizers have equal states in every healthy run: they show no second prepare().
-            return "nothing to do if the script has both, as two optimizers with the same schedule"
-        return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
+            return f"nothing to do if the script has both, as two optimizers with the same schedule; {keep}"
+        return keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
