@@ -107,16 +107,19 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 
 def broken_config(path: Path) -> str:
     """Return why no loader can read a config, "" for one that is read, or that may not be read or is too long."""
-    data = b""
     with suppress(OSError):
         data = read_start(path, _LONGEST_CONFIG) or b""
         if len(data) == _LONGEST_CONFIG:
             return ""
+        if data.startswith(b"version https://git-lfs"):
+            return "a git-LFS pointer"
         try:
-            return "" if isinstance(json.loads(data.decode()), dict) else "not a JSON object"
-        except (ValueError, RecursionError):
-            is_pointer = data.startswith(b"version https://git-lfs")
-            return "a git-LFS pointer" if is_pointer else "not JSON" if data else "empty"
+            # json.loads takes UTF-16 and a byte order mark; loaders open a config as UTF-8.
+            _object_in(data.decode())
+        except UnicodeDecodeError:
+            return "not JSON"
+        except ValueError as error:
+            return str(error)
     return ""
 
 
@@ -142,12 +145,17 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ValueError("not a regular file")
     if len(data) == _LONGEST_CONFIG:
         raise ValueError(f"longer than {human_size(_LONGEST_CONFIG)}, so it was not read")
+    return _object_in(data)
+
+
+def _object_in(text: bytes | str) -> dict[str, Any]:
+    """Return the object that a JSON text holds. Raises ValueError with the reason in words."""
     try:
-        document = json.loads(data)
+        document = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError:
-        raise ValueError("empty" if not data else "not JSON") from None
+        raise ValueError("not JSON" if text else "empty") from None
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
