@@ -279,7 +279,7 @@ class MixedSaves(Finding):
     action = Action.TELL
     meaning = (
         "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler another number of "
-        "steps than `trainer_state.json`: the folder has files of two saves"
+        "steps than `trainer_state.json`: the folder may have files of two saves"
     )
 
     save: str = ""
@@ -299,8 +299,8 @@ class MixedSaves(Finding):
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the script explains the rates."""
         return (
-            "a load succeeds, and the run goes on with the files of two saves: copy all files of one save again, or "
-            "resume from another checkpoint. If the script sets the learning rate itself, ignore this"
+            "no load fails, and training would continue from the files of two saves: copy all files of one save again, "
+            "or resume from another checkpoint; ignore this if the script sets the learning rate itself"
         )
 
 
