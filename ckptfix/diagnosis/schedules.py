@@ -23,7 +23,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, MixedRates, MixedSaves, MixedSteps
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, MixedRates, MixedSteps, UnexplainedRates
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, saved_optimizers
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
@@ -175,7 +175,7 @@ def _mixed_rates(
     index: int,
     optimizer: PurePosixPath,
     scheduler: PurePosixPath,
-) -> Iterator[MixedSaves]:
+) -> Iterator[MixedRates]:
     """Yield that an optimizer has other rates than its scheduler gave it, unless the script seems to set them.
 
     Then the two files of another checkpoint differ, too, but for two checkpoints that exchanged a file.
@@ -194,7 +194,7 @@ def _mixed_rates(
     path, partner = (scheduler, optimizer) if is_of_scheduler else (optimizer, scheduler)
     have, expected = (last, rates) if is_of_scheduler else (rates, last)
     group = next(number for number, rate in enumerate(have) if rate != expected[number])
-    yield (MixedRates if agreeing else MixedSaves)(
+    yield (UnexplainedRates if agreeing else MixedRates)(
         path=path,
         partner=str(partner),
         group=group if len(have) > 1 else None,

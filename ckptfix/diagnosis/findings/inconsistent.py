@@ -268,10 +268,10 @@ class RoundedMoments(MismatchedMoments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSaves(Finding):
-    """An optimizer and its scheduler with different learning rates: they may be of two saves.
+    """Two files with different progress: they may be of two saves.
 
-    ``partner``: the other file. ``group``: the param group, None where there is one. ``save``: the checkpoint next to
-    this one from which the file comes, "" where none shows it.
+    ``partner``: the other file. ``save``: the checkpoint next to this one from which the file comes, "" where none
+    shows it.
     """
 
     code = "mixed-saves"
@@ -284,6 +284,12 @@ class MixedSaves(Finding):
 
     save: str = ""
     partner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedRates(MixedSaves):
+    """An optimizer and its scheduler with different learning rates. ``group``: None where there is one param group."""
+
     group: int | None = None
     rate: float
     expected: float
@@ -305,7 +311,7 @@ class MixedSaves(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedRates(MixedSaves):
+class UnexplainedRates(MixedRates):
     """The same, where the checkpoints next to this one show that the script does not set the rates itself."""
 
     severity = Severity.WARNING
@@ -317,8 +323,6 @@ class MixedSteps(MixedSaves):
 
     severity = Severity.WARNING
     partner: str = TRAINER_STATE
-    rate: float = 0
-    expected: float = 0
     moves: int
     step: int
 
