@@ -28,8 +28,15 @@ from safetensors.torch import load_file
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.folder import Component
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_globals import GlobalSafety, classify, python_3_name, safe_globals_line
-from ckptfix.formats.pickle_tree import Kind, Node, Text, is_dict_like, pairs
+from ckptfix.formats.pickle_globals import (
+    GlobalSafety,
+    can_be_allowed,
+    classify,
+    python_3_name,
+    safe_globals_line,
+    unsafe_globals,
+)
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, is_dict_like, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import TORCH_DTYPES, PickledStorage, is_tensor, read_tensor, storages
 from ckptfix.formats.torch_zip import TorchZip
@@ -216,7 +223,7 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
     allowed, refused = resolve(tree.globals)
     in_full = False
     if refused or tree.refused_opcodes:
-        reason = _refusal(path, refused, tree.refused_opcodes)
+        reason = _refusal(path, refused, tree)
         if not trust:
             raise Unreadable(reason)
         warnings.warn(
@@ -234,9 +241,11 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
         raise Unreadable(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def _refusal(path: Path, refused: list[tuple[str, str]], opcodes: tuple[str, ...]) -> str:
+def _refusal(path: Path, refused: list[tuple[str, str]], tree: PickleTree) -> str:
     named = ", ".join(f"{module}.{name}" for module, name in sorted(refused))
-    unsafe = [pair for pair in refused if classify(*pair) is GlobalSafety.UNSAFE]
+    opcodes = tree.refused_opcodes
+    # As ``check`` judges: a ``getattr`` whose result is only stored, as of a nested class, runs no code.
+    unsafe = unsafe_globals(tree)
     if unsafe:
         runs = ", ".join(f"{module}.{name}" for module, name in sorted(unsafe))
         return f"{path} calls {runs}, which can run any code; do not load it unless you know who wrote it"
@@ -245,7 +254,7 @@ def _refusal(path: Path, refused: list[tuple[str, str]], opcodes: tuple[str, ...
             f"{path} is pickled with {', '.join(opcodes)}, which weights_only refuses; next, when you trust the file: "
             f"LoadPolicy(trust=True)"
         )
-    line = safe_globals_line(refused)
+    line = safe_globals_line(refused) if all(can_be_allowed(*pair) for pair in refused) else ""
     next_step = f"next, when you trust these classes: {line}" if line else "next: LoadPolicy(trust=True)"
     return f"{path} needs {named}, which weights_only refuses; {next_step}"
 

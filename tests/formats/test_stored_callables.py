@@ -25,6 +25,8 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_pt_utils import safe_globals
 
+from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.diagnosis.check import check
 from ckptfix.formats.pickle_globals import unsafe_globals
 from ckptfix.formats.pickle_stream import parse
@@ -269,3 +271,17 @@ def test_a_custom_object_in_a_plain_pickle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Invalid magic number"):
         accelerator.load_state(str(tmp_path))
     assert [finding.code for finding in check(tmp_path).findings] == ["unloadable-pickle"]
+
+
+@pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer.bin"])
+def test_a_guarded_load_calls_no_stored_class_code(name: str, tmp_path: Path) -> None:
+    """It judges as ``check`` does, which finds no unsafe pickle here."""
+    torch.save({"phase": Tracker.Phase.WARM}, tmp_path / name)
+    assert "unsafe-pickle" not in [finding.code for finding in check(tmp_path / name).findings]
+    (component,) = scan_folder(tmp_path).components
+    with pytest.raises(
+        Unreadable, match=r"builtins\.getattr, .*weights_only refuses; next: LoadPolicy\(trust=True\)$"
+    ):
+        read_pickle(tmp_path, component, trust=False)
+    with pytest.warns(UserWarning, match="trust=True"):
+        assert read_pickle(tmp_path, component, trust=True) == {"phase": Tracker.Phase.WARM}
