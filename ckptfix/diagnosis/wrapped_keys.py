@@ -245,12 +245,14 @@ def _references(
 ) -> Iterator[tuple[PurePosixPath, Collection[str]]]:
     """Yield the key sets of the same model: its index, and the entries in the other container.
 
-    Their numbers do not count: closing a gap must not change a verdict.
+    Their numbers do not count: closing a gap must not change a verdict. Next to what ``save_state`` wrote, the other
+    container is no evidence. Its keys can be those of an export, by a script whose model has two modules called
+    'module': ``load_state`` takes only the nested keys into that model.
     """
     if group.listed and group.index_path is not None:
         yield group.index_path, group.listed.keys()
     name = group.members[0].name
-    if name.role is not Role.MODEL or name.shard is not None:
+    if name.role is not Role.MODEL or name.shard is not None or folder.processes is not None:
         return
     for other in folder.components:
         if (

@@ -139,8 +139,6 @@ def test_entries_of_one_architecture_are_renamed_together(tmp_path: Path) -> Non
 
 def test_nested_entries_get_one_target(tmp_path: Path) -> None:
     """The other container speaks for all entries or for none; else equal ones would look like doubles afterwards."""
-    for rank in range(2):
-        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     for name in ("model.safetensors", "model_1.safetensors"):
         write_safetensors(tmp_path / name, {"module.module.fc": b"same"})
     torch.save({"fc": torch.ones(4, dtype=torch.uint8)}, tmp_path / "pytorch_model.bin")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from ckptfix import Keys, Policy, check, migrate, repair, undo
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
@@ -126,16 +127,14 @@ def test_migrate_asks_as_repair_does(tmp_path: Path) -> None:
 
 def test_evidence_for_an_entry_decides_for_its_list(tmp_path: Path) -> None:
     """Renamed in part, two models of one architecture would look like a model and its average."""
-    folder = ranks(tmp_path, 2)
-    first = write_safetensors(folder / "model.safetensors", wrapped(NET, "module.module."))
-    second = write_safetensors(folder / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
-    assert {finding.action for finding in check(folder).findings} == {Action.ASK}
-    single = {f"module.{name}": torch.ones(len(data)) for name, data in NET.items()}
-    torch.save(single, folder / "pytorch_model.bin")
-    assert {one.action for one in check(folder).findings if one.code == "nested-prefix"} == {Action.FIX}
-    repair(folder)
-    assert read_safetensors_bytes(first) == wrapped(NET, "module.")
-    assert read_safetensors_bytes(second) == wrapped(AVERAGE, "module.")
+    first = write_safetensors(tmp_path / "model.safetensors", wrapped(NET, "module.module."))
+    second = write_safetensors(tmp_path / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
+    bare = {name: torch.ones(len(data)) for name, data in NET.items()}
+    torch.save(bare, tmp_path / "pytorch_model.bin")
+    assert {one.action for one in check(tmp_path).findings if one.code == "nested-prefix"} == {Action.FIX}
+    repair(tmp_path)
+    assert read_safetensors_bytes(first) == NET
+    assert read_safetensors_bytes(second) == AVERAGE
 
 
 def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None:
@@ -159,15 +158,31 @@ def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("chain", "target"), [("", ""), ("module.", "module.")])
 def test_the_other_container_of_an_entry_is_evidence(tmp_path: Path, chain: str, target: str) -> None:
-    folder = ranks(tmp_path, 1)
-    path = write_safetensors(folder / "model.safetensors", wrapped(NET, "module.module."))
+    path = write_safetensors(tmp_path / "model.safetensors", wrapped(NET, "module.module."))
     torch.save(
-        {f"{chain}{name}": torch.ones(len(data)) for name, data in NET.items()}, folder / "pytorch_model.bin"
+        {f"{chain}{name}": torch.ones(len(data)) for name, data in NET.items()},
+        tmp_path / "pytorch_model.bin",
     )
-    assert "pytorch_model.bin has these keys" in str(check(folder).findings[0])
-    receipt = repair(folder)
+    assert "pytorch_model.bin has these keys" in str(check(tmp_path).findings[0])
+    receipt = repair(tmp_path)
     assert read_safetensors_bytes(path) == wrapped(NET, target)
     assert "itself called 'module'" not in str(receipt)  # proven, not assumed
+
+
+def test_an_export_of_the_inner_model_is_no_evidence(tmp_path: Path) -> None:
+    """A right script: ``save_state`` of two holders, and the weights of the bare model for inference next to them."""
+    accelerator = Accelerator(cpu=True)
+    net = model = torch.nn.Linear(3, 2)
+    for _ in range(2):
+        outer = torch.nn.Module()
+        outer.module, model = model, outer
+    accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path))
+    torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
+    before = snapshot(tmp_path)
+    assert (check(tmp_path).status, repair(tmp_path).steps) == (0, ())
+    assert snapshot(tmp_path) == before
+    accelerator.load_state(str(tmp_path))
 
 
 @pytest.mark.parametrize("processes", [0, 2])
