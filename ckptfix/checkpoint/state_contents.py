@@ -247,7 +247,7 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     if content is expected:
         problem = ""
         if expected is Content.OPTIMIZER:
-            problem = _problem_of_optimizer(root)
+            problem = problem_of_optimizer(root)
         elif expected is Content.SCHEDULER:
             problem = _problem_of_scheduler(root)
         elif expected in _GENERATORS:
@@ -258,11 +258,7 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     if expected in _NESTED and _is_inside(expected, root):
         return None
     if expected is Content.SCHEDULER and content is Content.OPTIMIZER:
-        # Every optimizer has a param group. A scheduler of a script may have other values under the two keys.
-        is_optimizer = any(type(key) is int for key, _ in pairs(child(root, "state"))) or any(
-            child(group, "params") is not None for group in items_of(child(root, "param_groups"))
-        )
-        return StateProblem(expected, content.value, content) if is_optimizer else None
+        return StateProblem(expected, content.value, content) if is_surely_of_optimizer(root) else None
     if content is not None:
         return StateProblem(expected, content.value, content)
     is_dict = is_dict_like(root)
@@ -329,7 +325,7 @@ def _wrapper_of(content: Content, root: object) -> str:
     return f"{_noun(root)} around {content.value}"
 
 
-def _problem_of_optimizer(root: object) -> str:
+def problem_of_optimizer(root: object) -> str:
     """Return why no optimizer of torch loads a dict with both keys, "" for one that may be loaded."""
     state, groups = child(root, "state"), child(root, "param_groups")
     if not is_dict_like(state) and _is_plain(state):
@@ -351,6 +347,16 @@ def _problem_of_optimizer(root: object) -> str:
         if type(members) in (int, float, bool):
             return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
     return ""
+
+
+def is_surely_of_optimizer(root: object) -> bool:
+    """Return whether a dict with both keys is an optimizer's: a script may have other values under them.
+
+    Every optimizer has a param group, and numbers its moments.
+    """
+    return any(type(key) is int for key, _ in pairs(child(root, "state"))) or any(
+        child(group, "params") is not None for group in items_of(child(root, "param_groups"))
+    )
 
 
 def _problem_of_scheduler(root: object) -> str:

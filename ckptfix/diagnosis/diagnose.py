@@ -14,6 +14,7 @@ from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.bundled_optimizers import bundles_of, diagnose_bundles, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
@@ -46,7 +47,6 @@ from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.optimizer_states import (
     SavedOptimizer,
     diagnose_optimizers,
-    holds_optimizers,
     saved_optimizers,
 )
 from ckptfix.diagnosis.schedules import diagnose_progress, diagnose_schedules
@@ -232,6 +232,8 @@ def diagnose(
         findings += diagnose_optimizers(
             folder, sharded, unreliable, optimizers, has_deepspeed=bool(deepspeed)
         )
+        bundles = [bundle for bundle in bundles_of(folder) if bundle.path not in unreliable]
+        findings += diagnose_bundles(bundles)
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
         trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:
@@ -259,12 +261,13 @@ def diagnose(
         sharded=sharded,
         deepspeed=deepspeed,
         groups=groups,
-        optimizers=optimizers,
+        optimizers=(*optimizers, *(one for bundle in bundles for one in bundle.optimizers)),
         manifest=evidence.manifest,
         trainer=trainer,
         findings=tuple(findings),
         not_checked=(
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
+            *unchecked_bundles(bundles),
             *trainer.unchecked,
             *of_save.unchecked,
         ),
@@ -355,9 +358,6 @@ def _not_checked(
         # Names that ``check`` passes: it prints what a config says, and compares none of it.
         configs = [path.name for path in folder.strays if path.name in looked_at]
         words += [f"{name} against the weights: its sizes are read and not compared" for name in configs]
-    bundles = [str(component.path) for component in folder.components if holds_optimizers(component)]
-    if bundles:
-        words.append(f"optimizers inside {list_names(bundles)}: only files of an optimizer alone are judged")
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
     if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):

@@ -30,6 +30,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     LackingMoments,
     MismatchedMoments,
     MissingMoments,
+    OptimizerFinding,
     RoundedMoments,
     UnsavedParameters,
 )
@@ -40,7 +41,7 @@ from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import is_optimizer
-from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, read_tensor, storages
+from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
 from ckptfix.tensors.parameter_names import SHAPED
 
 Shape = tuple[int, ...]
@@ -64,7 +65,8 @@ _LAST_STEP = 1 << 53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOptimizer:
-    """An optimizer as its headers show it. ``path``: of its file or folder.
+    """An optimizer as its headers show it. ``path``: of its file or folder. ``key``: the keys that lead to it in a file
+    that holds more, "" for a file of one optimizer.
 
     ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
     ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
@@ -89,6 +91,7 @@ class SavedOptimizer:
     unusable: frozenset[tuple[str, str]] = frozenset()
     integers: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     strangers: tuple[str, ...] = ()
+    key: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -99,6 +102,25 @@ class SavedOptimizer:
     def parameters(self) -> list[str]:
         """The parameters of all param groups."""
         return [name for group in self.groups for name in group]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weights that optimizers are compared with. ``is_complete``: nothing else in the folder may hold some.
+
+    ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
+    number. ``is_of_trainer``: in a folder of the Trainer. ``are_of_file``: in the file of the optimizer itself.
+    ``are_trained``: they may be the trained ones alone.
+    """
+
+    shapes: Mapping[str, set[Shape]]
+    counts: Counter[Shape]
+    every: frozenset[Shape]
+    tensors: int
+    is_complete: bool
+    is_of_trainer: bool = False
+    are_of_file: bool = False
+    are_trained: bool = False
 
 
 def diagnose_optimizers(
@@ -115,16 +137,23 @@ def diagnose_optimizers(
     """
     known = {one.path for one in folder.components if one.path in damaged}
     known |= {one.path for one in sharded if damaged.intersection((one.metadata_path, *one.named))}
-    optimizers = [_without_reduced(one) for one in saved if one.path not in known]
+    optimizers = [one for one in saved if one.path not in known]
     if not optimizers:
         return
-    weights = _Weights(folder, sharded, damaged, has_deepspeed=has_deepspeed)
+    weights = _weights_of(folder, sharded, damaged, has_deepspeed=has_deepspeed)
     for one in optimizers:
-        findings = [*contradictions(one), *_of_shapes(one, weights, _named(folder, one))]
-        yield from findings
-        # Moments that are known to be wrong would be reported again, as those of parameters without weights.
-        if one.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
-            yield from _of_weights(one, weights)
+        yield from judge(one, weights, _named(folder, one))
+
+
+def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:
+    """Yield what is wrong with an optimizer in itself, and against the weights. ``names``: parameter -> key."""
+    saved = _without_reduced(saved)
+    findings = [*contradictions(saved), *_of_shapes(saved, weights, names)]
+    # Moments that are known to be wrong would be reported again, as those of parameters without weights.
+    if saved.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
+        findings += _of_weights(_trained(saved, weights) if weights.are_of_file else saved, weights)
+    for finding in findings:
+        yield replace(finding, key=saved.key) if saved.key else finding
 
 
 def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[SavedOptimizer]:
@@ -132,111 +161,133 @@ def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> 
     for component in folder.components:
         is_one = component.role is Role.OPTIMIZER and component.name.rank is None
         if is_one and isinstance(component.content, TorchFile):
-            found = _of_file(component, component.content)
-            if found is not None:
-                yield found
+            root = component.content.tree.root
+            if type(root) is Node and is_optimizer(root):
+                yield from optimizers_in_file(component, component.content, [((), root)])
     for state in sharded:
         if state.metadata is not None:
             yield from optimizers_of(state)
 
 
-def holds_optimizers(component: Component) -> bool:
-    """Return whether a file of weights has optimizers next to them, as ``torch.save({"model": ..., "optimizer": ...})``
-    and Lightning write it.
+def optimizers_in_file(
+    component: Component, file: TorchFile, places: Iterable[tuple[tuple[str, ...], Node]]
+) -> Iterator[SavedOptimizer]:
+    """Yield the optimizers at these places of a file, but for those that are not a ``state_dict()`` of torch's form.
+
+    ``places``: the keys that lead to an optimizer, and its dict.
     """
-    if component.role is Role.OPTIMIZER or not isinstance(component.content, TorchFile):
-        return False
-    try:
-        values = [value for _, value in pairs(component.content.tree.root)]
-        inner = [item for value in values if type(value) is Node for item in items_of(value)]
-    except FormatError:
-        return False
-    return any(type(value) is Node and is_optimizer(value) for value in (*values, *inner))
-
-
-def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
-    """Return the optimizer in a file, None for anything else."""
-    root = file.tree.root
-    if type(root) is not Node or not is_optimizer(root):
-        return None
-    groups: list[tuple[str, ...]] = []
-    values: list[dict[str, object]] = []
-    steps: list[int] = []
-    names: dict[str, str] = {}
-    states: dict[str, dict[str, Shape | None]] = {}
-    unusable: set[tuple[str, str]] = set()
-    integers: dict[str, tuple[str, str]] = {}
-    strangers: list[str] = []
-    is_named = False
-    left = len(file.tree.data)  # a few bytes can refer to one long list again and again
+    # A few bytes can refer to one long list again and again.
+    left = len(file.tree.data)
     try:
         known = storages(file.tree)
-        for group in items_of(child(root, _GROUPS)):
-            members = items_of(child(group, "params"))
-            labels = items_of(child(group, "param_names"))
-            values.append(
-                {key.value: _option(key, value, known) for key, value in pairs(group) if type(key) is Text}
-            )
-            left -= len(members) + len(labels) + len(values[-1])
-            numbers = list(map(_name, members))
-            if None in numbers or left < 0:
-                return None
-            is_named = is_named or any(type(member) is Text for member in members)
-            groups.append(tuple(name for name in numbers if name is not None))
-            if len(labels) == len(members):
-                pairs_of_names = zip(groups[-1], labels, strict=True)
-                names.update({number: label.value for number, label in pairs_of_names if type(label) is Text})
-        for key, state in pairs(child(root, _STATE)):
-            name = _name(key)
-            if name is None:
-                continue
-            if not is_dict_like(state):
-                if type(key) is int and (
-                    type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST
-                ):
-                    unusable.add((name, ""))
-                continue
-            entries = {
-                word.value: (value, _tensor(word, value, known))
-                for word, value in pairs(state)
-                if type(word) is Text and value is not None
-            }
-            left -= len(entries)
-            if left < 0:
-                return None
-            if groups and (type(key) is Text) is not is_named:
-                # A load leaves the state of an unknown key aside. Other libraries keep values of their own there.
-                if any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()):
-                    strangers.append(name)
-                continue
-            step = child(state, "step")
-            if type(step) is int and 0 <= step <= _LAST_STEP:
-                steps.append(step)
-            states[name] = {
-                word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
-            }
-            unusable.update((name, word) for word, (value, _) in entries.items() if _is_unusable(word, value))
-            for word, (_, tensor) in entries.items():
-                if word == "step" and tensor is not None and tensor.dtype == "BOOL":
-                    unusable.add((name, word))
-                if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):
-                    integers[name] = word, tensor.dtype
     except FormatError:
-        return None  # another finding is about it
-    return SavedOptimizer(
-        path=component.path,
-        index=component.name.index,
-        is_named=is_named,
-        options=frozenset(option for options in values for option in options),
-        groups=tuple(groups),
-        states=states,
-        step=max(steps, default=None),
-        values=tuple(values),
-        names=names,
-        unusable=frozenset(unusable),
-        integers=integers,
-        strangers=tuple(strangers),
-    )
+        return  # another finding is about it
+    for keys, node in places:
+        try:
+            reading = _Reading(node, known, left)
+        except FormatError:
+            continue
+        left = reading.left
+        yield reading.saved(component, ".".join(keys))
+
+
+class _Reading:
+    """One reading of an optimizer's dict, whose entries are taken from ``left``.
+
+    Raises FormatError for params that are neither numbers nor keys, and where more entries are there than ``left``.
+    """
+
+    def __init__(self, node: Node, known: Mapping[str, PickledStorage], left: int) -> None:
+        self.left = left
+        self._known = known
+        self._groups: list[tuple[str, ...]] = []
+        self._values: list[dict[str, object]] = []
+        self._steps: list[int] = []
+        self._names: dict[str, str] = {}
+        self._states: dict[str, dict[str, Shape | None]] = {}
+        self._unusable: set[tuple[str, str]] = set()
+        self._integers: dict[str, tuple[str, str]] = {}
+        self._strangers: list[str] = []
+        self._is_named = False
+        for group in items_of(child(node, _GROUPS)):
+            self._read_group(group)
+        for key, state in pairs(child(node, _STATE)):
+            name = _name(key)
+            if name is not None:
+                self._read_state(key, name, state)
+
+    def saved(self, component: Component, key: str) -> SavedOptimizer:
+        """Return the optimizer of this file and these keys."""
+        return SavedOptimizer(
+            path=component.path,
+            key=key,
+            index=component.name.index,
+            is_named=self._is_named,
+            options=frozenset(option for options in self._values for option in options),
+            groups=tuple(self._groups),
+            states=self._states,
+            step=max(self._steps, default=None),
+            values=tuple(self._values),
+            names=self._names,
+            unusable=frozenset(self._unusable),
+            integers=self._integers,
+            strangers=tuple(self._strangers),
+        )
+
+    def _take(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise FormatError("an optimizer has more entries than its file has bytes")
+
+    def _read_group(self, group: Any) -> None:
+        members = items_of(child(group, "params"))
+        labels = items_of(child(group, "param_names"))
+        values = {
+            key.value: _option(key, value, self._known) for key, value in pairs(group) if type(key) is Text
+        }
+        self._take(len(members) + len(labels) + len(values))
+        numbers = tuple(name for member in members if (name := _name(member)) is not None)
+        if len(numbers) != len(members):
+            raise FormatError("a param group has params that are neither numbers nor keys")
+        self._is_named = self._is_named or any(type(member) is Text for member in members)
+        self._groups.append(numbers)
+        self._values.append(values)
+        if len(labels) == len(members):
+            pairs_of_names = zip(numbers, labels, strict=True)
+            self._names.update(
+                {number: label.value for number, label in pairs_of_names if type(label) is Text}
+            )
+
+    def _read_state(self, key: Any, name: str, state: Any) -> None:
+        if not is_dict_like(state):
+            if type(key) is int and (type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST):
+                self._unusable.add((name, ""))
+            return
+        entries = {
+            word.value: (value, _tensor(word, value, self._known))
+            for word, value in pairs(state)
+            if type(word) is Text and value is not None
+        }
+        self._take(len(entries))
+        if self._groups and (type(key) is Text) is not self._is_named:
+            # A load leaves the state of an unknown key aside. Other libraries keep values of their own there.
+            if any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()):
+                self._strangers.append(name)
+            return
+        step = child(state, "step")
+        if type(step) is int and 0 <= step <= _LAST_STEP:
+            self._steps.append(step)
+        self._states[name] = {
+            word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
+        }
+        self._unusable.update(
+            (name, word) for word, (value, _) in entries.items() if _is_unusable(word, value)
+        )
+        for word, (_, tensor) in entries.items():
+            if word == "step" and tensor is not None and tensor.dtype == "BOOL":
+                self._unusable.add((name, word))
+            if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):
+                self._integers[name] = word, tensor.dtype
 
 
 def _is_unusable(state: str, value: object) -> bool:
@@ -328,47 +379,47 @@ def _depth(path: tuple[str, ...], found: Mapping[tuple[str, ...], _Parts]) -> in
     return next((depth for depth in reversed(range(len(path))) if path[:depth] in found), None)
 
 
-class _Weights:
-    """All weights of a checkpoint. ``is_complete``: nothing else in the folder may hold some."""
-
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        sharded: Sequence[DcpFolder],
-        damaged: frozenset[PurePosixPath],
-        *,
-        has_deepspeed: bool,
-    ) -> None:
-        own = [one for one in folder.components if one.role in _WEIGHTS]
-        models = [state for state in sharded if state.model is not None]
-        self.shapes: dict[str, set[Shape]] = {}
-        in_folders = [named for state in models for named in _of_model(state)]
-        for name, shape in (
-            *((tensor.fqn, tensor.shape) for one in own for tensor in one.tensors),
-            *in_folders,
-        ):
-            self.shapes.setdefault(bare(name), set()).add(shape)
-        # A model that is stored in two formats counts once: the message compares numbers of parameters.
-        families: dict[tuple[object, int], dict[tuple[str, str], Counter[Shape]]] = {}
-        for one in own:
-            formats = families.setdefault((one.name.model or one.path, one.name.index), {})
-            shapes = formats.setdefault((one.name.stem, one.name.suffix), Counter())
-            shapes.update(tensor.shape for tensor in one.tensors)
-        self.tensors = len(in_folders) + sum(
-            max(shapes.total() for shapes in formats.values()) for formats in families.values()
-        )
-        self.is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
-        self.counts = Counter(shape for _, shape in in_folders)
-        for formats in families.values():
-            largest: Counter[Shape] = Counter()
-            for shapes in formats.values():
-                largest |= shapes
-            self.counts += largest
-        self.every = frozenset(shape for shapes in self.shapes.values() for shape in shapes)
-        dcp = {state.path for state in sharded}
-        self.is_complete = (
+def _weights_of(
+    folder: CheckpointFolder,
+    sharded: Sequence[DcpFolder],
+    damaged: frozenset[PurePosixPath],
+    *,
+    has_deepspeed: bool,
+) -> Weights:
+    """Return all weights of a checkpoint."""
+    own = [one for one in folder.components if one.role in _WEIGHTS]
+    models = [state for state in sharded if state.model is not None]
+    shapes: dict[str, set[Shape]] = {}
+    in_folders = [named for state in models for named in _of_model(state)]
+    for name, shape in (
+        *((tensor.fqn, tensor.shape) for one in own for tensor in one.tensors),
+        *in_folders,
+    ):
+        shapes.setdefault(bare(name), set()).add(shape)
+    # A model that is stored in two formats counts once: the message compares numbers of parameters.
+    families: dict[tuple[object, int], dict[tuple[str, str], Counter[Shape]]] = {}
+    for one in own:
+        formats = families.setdefault((one.name.model or one.path, one.name.index), {})
+        in_format = formats.setdefault((one.name.stem, one.name.suffix), Counter())
+        in_format.update(tensor.shape for tensor in one.tensors)
+    is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
+    counts = Counter(shape for _, shape in in_folders)
+    for formats in families.values():
+        largest: Counter[Shape] = Counter()
+        for in_format in formats.values():
+            largest |= in_format
+        counts += largest
+    dcp = {state.path for state in sharded}
+    return Weights(
+        shapes=shapes,
+        counts=counts,
+        every=frozenset(shape for of_name in shapes.values() for shape in of_name),
+        tensors=len(in_folders)
+        + sum(max(in_format.total() for in_format in formats.values()) for formats in families.values()),
+        is_of_trainer=is_of_trainer,
+        is_complete=(
             folder.only is None
-            and (folder.is_save_state or (self.is_of_trainer and all(map(_is_as_in_memory, own))))
+            and (folder.is_save_state or (is_of_trainer and all(map(_is_as_in_memory, own))))
             and bool(models or any(one.role is Role.MODEL or _is_adapter(one) for one in own))
             and not has_deepspeed
             and not damaged
@@ -376,7 +427,8 @@ class _Weights:
             and all(one.name.rank is None for one in own)
             and all(kind != PLAIN_FOLDER or path in dcp for path, kind in folder.subfolders.items())
             and not any(path.name.endswith((*OTHER_WEIGHTS, REPORT)) for path in folder.strays)
-        )
+        ),
+    )
 
 
 def _of_model(state: DcpFolder) -> Iterator[tuple[str, Shape]]:
@@ -463,7 +515,7 @@ def _without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
     return replace(saved, states=kept)
 
 
-def contradictions(one: SavedOptimizer) -> Iterator[Finding]:
+def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
     """Yield what param groups and states of an optimizer contradict each other in, and parameters without states."""
     counts = Counter(one.parameters)
     groups_of = Counter(name for group in one.groups for name in dict.fromkeys(group))
@@ -505,7 +557,7 @@ def _repeated(groups: Iterable[Sequence[str]]) -> Iterator[str]:
         start += len(group)
 
 
-def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
+def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
     """Yield options and states without which torch's load or next step raises an error, and rounded moments."""
     present = STATES.intersection(state for states in saved.states.values() for state in states)
     groups: Iterable[tuple[Iterable[str], Mapping[str, object]]] = zip(
@@ -602,7 +654,7 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[Finding]:
         yield RoundedMoments(path=saved.path, parameters=tuple(rounded), state=state, dtype=dtype)
 
 
-def _of_shapes(one: SavedOptimizer, weights: _Weights, names: Mapping[str, str]) -> Iterator[Finding]:
+def _of_shapes(one: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:
     """Yield the moments of an optimizer of torch's that have another shape than their weights."""
     wrong: dict[str, tuple[Shape, Shape]] = {}
     for number, states in one.states.items() if one.is_plain else ():
@@ -618,8 +670,27 @@ def _of_shapes(one: SavedOptimizer, weights: _Weights, names: Mapping[str, str])
         yield MismatchedMoments(path=one.path, parameters=tuple(wrong), shape=shape, expected=expected_shape)
 
 
-def _of_weights(one: SavedOptimizer, weights: _Weights) -> Iterator[Finding]:
-    """Yield the parameters that no weights of a ``save_state`` folder belong to."""
+def _trained(saved: SavedOptimizer, weights: Weights) -> SavedOptimizer:
+    """Return an optimizer with the parameters that must have weights in its own file.
+
+    A script may save a single number, such as SAC's log_alpha, as a plain number. Of weights that are not known to be
+    all of a module, as those of adapters, frozen parameters in the optimizer may have been left out.
+    """
+    numbers = {
+        name
+        for name, states in saved.states.items()
+        if any(shape is not None and prod(shape) == 1 for state, shape in states.items() if state in SHAPED)
+    }
+    states = {name: of_name for name, of_name in saved.states.items() if name not in numbers}
+    groups = tuple(
+        tuple(name for name in group if name not in numbers and (states.get(name) or not weights.are_trained))
+        for group in saved.groups
+    )
+    return replace(saved, states=states, groups=groups)
+
+
+def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFinding]:
+    """Yield the parameters that no weights of a ``save_state`` folder, or of the same file, belong to."""
     is_of_trainer = str(one.path) == _OF_TRAINER
     if not weights.is_complete or is_of_trainer is not weights.is_of_trainer:
         return

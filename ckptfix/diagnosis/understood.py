@@ -101,12 +101,14 @@ class UnderstoodModel(_Recorded):
 class UnderstoodOptimizer(_Recorded):
     """An optimizer. ``kind``: its class by the manifest, else by its keys; "" for an unknown one.
 
-    ``states``: the names of what it keeps for a parameter.
+    ``key``: the keys that lead to it in a file that holds more. ``states``: the names of what it keeps for a
+    parameter.
     """
 
-    json_keys: ClassVar = "path class=kind format parameters states step"
+    json_keys: ClassVar = "path key class=kind format parameters states step"
 
     path: PurePosixPath
+    key: str = ""
     kind: str
     format: str
     parameters: int
@@ -114,7 +116,7 @@ class UnderstoodOptimizer(_Recorded):
     step: int | None = None
 
     def __str__(self) -> str:
-        name = f"{self.path}/" if self.format else str(self.path)
+        name = f"{self.path}/" if self.format else f"{self.path}: {self.key}" if self.key else str(self.path)
         states = "" if self.kind else f"states {', '.join(self.states[:4])}" if self.states else "no states"
         about = ", ".join(filter(None, (self.format, self.kind or states)))
         step = f", step {self.step}" if self.step is not None else ""
@@ -289,6 +291,7 @@ def _optimizer(saved: SavedOptimizer, diagnosis: Diagnosis) -> UnderstoodOptimiz
     is_shown = bool(states.keys() - {"step"}) or saved.is_plain
     return UnderstoodOptimizer(
         path=saved.path,
+        key=saved.key,
         kind=_recorded(diagnosis.manifest, str(saved.path), sizes)
         or (name_of(saved.options, states) if is_shown else ""),
         format="DCP" if state is not None else "",

@@ -30,7 +30,7 @@ _EFFECTS = {
 }
 """Consequences of a wrong content for a load, by the content that the name of the file promises."""
 
-_EFFECTS_ON_TORCH = _EFFECTS | {
+EFFECTS_ON_TORCH = _EFFECTS | {
     Content.OPTIMIZER: "torch's optimizers cannot load it",
     Content.SCHEDULER: "torch's schedulers cannot load it",
 }
@@ -81,7 +81,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         if problem.content is not None:
             finding, effects = WrongState, _EFFECTS
         elif exchanged_with or is_judged:
-            finding, effects = UnknownState, _EFFECTS_ON_TORCH
+            finding, effects = UnknownState, EFFECTS_ON_TORCH
         else:
             continue
         is_of_save_state = problem.expected is Content.MODEL and folder.is_save_state

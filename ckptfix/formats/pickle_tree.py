@@ -173,12 +173,12 @@ def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> A
     return found
 
 
-def every_node(root: Any, *, callees: bool = True) -> Iterator[Node]:
+def every_node(root: Any, *, callees: bool = True, without: Iterable[Node] = ()) -> Iterator[Node]:
     """Yield every node that a value refers to, once, however deep: keys, arguments and states, too.
 
-    ``callees``: go into what is called as well.
+    ``callees``: go into what is called as well. ``without``: nodes that are left out, with what only they refer to.
     """
-    met: set[int] = set()
+    met = set(map(id, without))
     waiting = [root]
     while waiting:
         value = waiting.pop()

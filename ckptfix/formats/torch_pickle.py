@@ -20,6 +20,7 @@ from ckptfix.formats.pickle_tree import (
     attribute,
     child,
     is_dict_like,
+    items_of,
     made_from,
     pairs,
 )
@@ -158,6 +159,56 @@ def is_optimizer(node: Node) -> bool:
         return False
     keys = {key.value for key, _ in pairs(node) if type(key) is Text}
     return keys >= {"state", "param_groups"}
+
+
+def optimizers(root: Any) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Yield the state dict of each optimizer in a pickle once, however deep, with the keys that lead to it.
+
+    An optimizer inside another one belongs to it, as SAM's does. Attributes of objects are left out.
+    """
+    visits = Visits()
+    tuples: set[int] = set()
+    # Each way is a key and the way to its dict: a copy of every path would grow with the square of the depth.
+    waiting: list[tuple[Any, _Way]] = [(root, None)]
+    while waiting:
+        value, way = waiting.pop()
+        if type(value) is tuple:
+            if id(value) in tuples:
+                continue
+            tuples.add(id(value))
+        elif not visits.first(value):
+            continue
+        if is_dict_like(value):
+            if is_optimizer(value):
+                yield _keys_of(way), value
+                continue
+            inner = [(_word(key), held) for key, held in pairs(value)]
+        else:
+            inner = [(str(index), held) for index, held in enumerate(items_of(value)) if _is_container(held)]
+        waiting += [(held, (word, way)) for word, held in reversed(inner) if _is_container(held)]
+
+
+_Way = tuple[str, "_Way"] | None
+_LAST_KEYS = 16
+"""Most keys that a path to an optimizer shows: real ones have three."""
+
+
+def _keys_of(way: "_Way") -> tuple[str, ...]:
+    keys: list[str] = []
+    while way is not None and len(keys) < _LAST_KEYS:
+        word, way = way
+        keys.append(word)
+    return tuple(reversed(keys))
+
+
+def _word(key: Any) -> str:
+    if type(key) is Text:
+        return key.value
+    return str(key) if type(key) in (int, bool) and abs(key) < 1 << 31 else "?"
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) is tuple or (type(value) is Node and (value.kind is Kind.LIST or is_dict_like(value)))
 
 
 def _dicts(tree: PickleTree) -> Iterator[tuple[tuple[str, ...], Node]]:

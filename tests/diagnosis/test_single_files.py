@@ -138,23 +138,3 @@ def test_a_file_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     upload_folder(tmp_path / "gpt2", url)
     report = check(f"{url}/pytorch_model.bin")
     assert [finding.code for finding in report.findings] == ["unknown-state"]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda weights, optimizer: {"model": weights, "optimizer": optimizer, "epoch": 3},
-        lambda weights, optimizer: {"state_dict": weights, "optimizer_states": [optimizer], "global_step": 4},
-    ],
-    ids=["of a loop", "of Lightning"],
-)
-def test_an_optimizer_inside_a_file_is_listed_as_not_checked(tmp_path: Path, wrap: Any) -> None:
-    model = torch.nn.Linear(2, 2)
-    torch.save(
-        wrap(model.state_dict(), torch.optim.AdamW(model.parameters()).state_dict()), tmp_path / "last.ckpt"
-    )
-    words = "optimizers inside 'last.ckpt': only files of an optimizer alone are judged"
-    assert words in check(tmp_path).not_checked
-    assert words in check(tmp_path / "last.ckpt").not_checked
-    torch.save(model.state_dict(), tmp_path / "last.ckpt")
-    assert words not in check(tmp_path).not_checked

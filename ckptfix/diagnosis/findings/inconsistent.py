@@ -35,7 +35,7 @@ class WrongState(Finding):
     remedy: str = ""
 
     def __str__(self) -> str:
-        return _of_state(self.path, self.holds, self.expected, self.exchanged_with)
+        return _of_state(str(self.path), self.holds, self.expected, self.exchanged_with)
 
     @property
     def advice(self) -> str:
@@ -47,7 +47,7 @@ class WrongState(Finding):
 class UnknownState(Finding):
     """A state file that no class of torch or accelerate loads, and a class of a script's own might.
 
-    The fields are those of ``WrongState``.
+    ``key``: the keys that lead to the state in a file that holds more. The other fields are those of ``WrongState``.
     """
 
     code = "unknown-state"
@@ -63,9 +63,11 @@ class UnknownState(Finding):
     effect: str
     exchanged_with: str = ""
     remedy: str = ""
+    key: str = ""
 
     def __str__(self) -> str:
-        return _of_state(self.path, self.holds, self.expected, self.exchanged_with)
+        place = f"{self.path}: {self.key}" if self.key else str(self.path)
+        return _of_state(place, self.holds, self.expected, self.exchanged_with)
 
     @property
     def advice(self) -> str:
@@ -74,9 +76,9 @@ class UnknownState(Finding):
         return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
 
 
-def _of_state(path: PurePosixPath, holds: str, expected: str, exchanged_with: str) -> str:
+def _of_state(place: str, holds: str, expected: str, exchanged_with: str) -> str:
     partner = f"; it was exchanged with {exchanged_with}" if exchanged_with else ""
-    return f"{path}: it holds {holds} (expected {expected}){partner}"
+    return f"{place}: it holds {holds} (expected {expected}){partner}"
 
 
 def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
@@ -86,7 +88,19 @@ def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InconsistentGroups(Finding):
+class OptimizerFinding(Finding):
+    """Base of findings about an optimizer. ``key``: the keys that lead to it in a file that holds more, else ""."""
+
+    key: str = ""
+
+    @property
+    def place(self) -> str:
+        """The file or folder of the optimizer, and its key in a file that holds more."""
+        return f"{self.path}: {self.key}" if self.key else str(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InconsistentGroups(OptimizerFinding):
     """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them have.
 
     ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one of them lists
@@ -121,7 +135,7 @@ class InconsistentGroups(Finding):
             plural = "" if len(self.strangers) == 1 else "s"
             keys = _listed(self.strangers) if self.is_named else list_names(self.strangers)
             said.append(f"it has moments under the {noun}{plural} {keys}, and param groups have {expected}")
-        return f"{self.path}: {'; '.join(said)}"
+        return f"{self.place}: {'; '.join(said)}"
 
     @property
     def advice(self) -> str:
@@ -147,7 +161,7 @@ class LackingGroups(InconsistentGroups):
         groups = "param group" if len(self.groups) == 1 else "param groups"
         have = "has" if len(self.groups) == 1 else "have"
         numbers = _listed(tuple(map(str, self.groups)))
-        return f"{self.path}: {groups} {numbers} {have} no usable {list_names(self.options)}"
+        return f"{self.place}: {groups} {numbers} {have} no usable {list_names(self.options)}"
 
     @property
     def advice(self) -> str:
@@ -184,7 +198,7 @@ class MismatchedRates(InconsistentGroups):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedMoments(Finding):
+class MismatchedMoments(OptimizerFinding):
     """Moments of another shape than their parameter. ``shape``, ``expected``: those of the first parameter."""
 
     code = "mismatched-moments"
@@ -198,7 +212,7 @@ class MismatchedMoments(Finding):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} (expected "
+            f"{self.place}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} (expected "
             f"{list(self.expected)}, as its weights have{self._others})"
         )
 
@@ -210,7 +224,11 @@ class MismatchedMoments(Finding):
 
     @property
     def advice(self) -> str:
-        """Advice to bring files of one save together."""
+        """Advice to bring model and optimizer of one save together."""
+        if self.key:
+            return (
+                "the load or the next step fails: resume from an older checkpoint, or without this optimizer"
+            )
         return (
             "the load or the next optimizer step fails: copy model and optimizer of one save again, or resume without "
             "this optimizer"
@@ -229,7 +247,7 @@ class ContradictoryMoments(MismatchedMoments):
     def __str__(self) -> str:
         expected = f"{list(self.expected)}, as its {self.like!r} has" if self.like else "a single number"
         return (
-            f"{self.path}: {self.state!r} of {_parameters(self.parameters[:1])} has shape {list(self.shape)} "
+            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has shape {list(self.shape)} "
             f"(expected {expected}{self._others})"
         )
 
@@ -253,7 +271,7 @@ class RoundedMoments(MismatchedMoments):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype {self.dtype} (expected "
+            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype {self.dtype} (expected "
             f"floating point numbers{self._others})"
         )
 
@@ -352,7 +370,7 @@ def _as_in(save: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnsavedParameters(Finding):
+class UnsavedParameters(OptimizerFinding):
     """Parameters of an optimizer without weights in the checkpoint.
 
     ``names``: of them. ``shapes``: those of moments that no weights have, where names decide nothing.
@@ -387,7 +405,7 @@ class UnsavedParameters(Finding):
             shape, moments, weights = self.surplus[0]
             more = f"; {count_of(len(self.surplus) - 1, 'shape')} more" if len(self.surplus) > 1 else ""
             return (
-                f"{self.path}: {count_of(moments, 'parameter')} of it have moments of shape {list(shape)} (expected "
+                f"{self.place}: {count_of(moments, 'parameter')} of it have moments of shape {list(shape)} (expected "
                 f"{weights} at most, as weights have that shape{more})"
             )
         if self.is_foreign:
@@ -395,17 +413,17 @@ class UnsavedParameters(Finding):
                 f"{tensors}{_of_shapes(self.weights)}",
                 f"{parameters}{_of_shapes(self.moments)}",
             )
-            return f"{self.path}: does not fit the weights (expected the parameters of {expected}; found {present})"
+            return f"{self.place}: does not fit the weights (expected the parameters of {expected}; found {present})"
         if self.names:
             have = "has" if len(self.names) == 1 else "have"
             lost = f"{len(self.names)} of {parameters} {have} no weights in the checkpoint"
-            return f"{self.path}: {lost}: {list_names(self.names)}"
+            return f"{self.place}: {lost}: {list_names(self.names)}"
         if self.shapes:
             return (
-                f"{self.path}: it has moments{_of_shapes(self.shapes)}, and no weights have such a shape ({parameters} "
-                f"in the optimizer, {tensors} of weights)"
+                f"{self.place}: it has moments{_of_shapes(self.shapes)}, and no weights have such a shape "
+                f"({parameters} in the optimizer, {tensors} of weights)"
             )
-        return f"{self.path}: it has {parameters}, and the checkpoint has {tensors} of weights"
+        return f"{self.place}: it has {parameters}, and the checkpoint has {tensors} of weights"
 
     @property
     def is_bare(self) -> bool:
@@ -416,6 +434,8 @@ class UnsavedParameters(Finding):
     @property
     def advice(self) -> str:
         """Advice for both explanations, the likelier one first."""
+        if self.key:
+            return self._in_one_file
         other_run = "copy all files of one save again"
         if self.is_of_trainer:
             return (
@@ -455,6 +475,24 @@ class UnsavedParameters(Finding):
         )
 
     @property
+    def _in_one_file(self) -> str:
+        """The advice for an optimizer and weights in one file."""
+        module = (
+            "save the state_dict() of that module, too. Where its weights are kept elsewhere, ignore this"
+        )
+        if not self.is_foreign and not self.surplus:
+            return (
+                "the optimizer may train a module whose weights the file lacks; a load leaves them random and their "
+                f"moments old: {module}. If the optimizer belongs to another run instead, resume from an older "
+                "checkpoint"
+            )
+        return (
+            "it may belong to another model or run, and the load or the first optimizer step then fails: save the "
+            "optimizer of this model, and resume from an older checkpoint. If the optimizer trains a module whose "
+            f"weights the file lacks instead, {module}"
+        )
+
+    @property
     def may_be_tied(self) -> bool:
         """Return whether the parameters without weights may share their memory with others, which have weights."""
         return self.parameters > self.tensors and not (
@@ -472,7 +510,7 @@ def _of_shapes(shapes: tuple[Shape, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MissingMoments(Finding):
+class MissingMoments(OptimizerFinding):
     """Parameters without moments, of an optimizer that has moments of others. ``parameters``: the number of all."""
 
     code = "missing-moments"
@@ -489,7 +527,7 @@ class MissingMoments(Finding):
     def _without(self, what: str) -> str:
         many = f"{len(self.names)} of {count_of(self.parameters, 'parameter')}"
         have = "has" if len(self.names) == 1 else "have"
-        return f"{self.path}: {many} {have} no {what}: {_listed(self.names)}"
+        return f"{self.place}: {many} {have} no {what}: {_listed(self.names)}"
 
     @property
     def advice(self) -> str:
