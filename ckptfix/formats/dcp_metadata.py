@@ -10,6 +10,7 @@ are flattened to names that are their keys with dots between, and it keeps the k
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
@@ -453,9 +454,10 @@ def model_names(metadata: DcpMetadata) -> ModelNames | None:
     """Return the model in a checkpoint, None when it has only an optimizer or nothing.
 
     Goes down through dicts whose values are dicts: into ``model`` where there is one, else into the only one outside
-    of optimizers. Where several are left, all are the model, and the names keep the keys.
+    of optimizers. Where several are left, all are the model, and the names keep the keys. Tensors of a single number
+    next to a dict ``model`` are a script's own, such as its step.
     """
-    tensors = dict.fromkeys(tensor.fqn for tensor in metadata.tensors)  # in their order, which a set has not
+    tensors = {tensor.fqn: tensor.shape for tensor in metadata.tensors}
     if metadata.planned is None:
         every = [*tensors, *(item.fqn for item in metadata.items)]
         return ModelNames((), {fqn: fqn for fqn in every}) if tensors else None
@@ -471,7 +473,15 @@ def model_names(metadata: DcpMetadata) -> ModelNames | None:
         steps = {path[depth] for fqn, path in inside.items() if fqn in tensors} - skipped - flattened
         if not steps:
             return None
-        if any(len(path) == depth + 1 for fqn, path in inside.items() if fqn in tensors):
+        by_name = {
+            path[depth]: tensors[fqn]
+            for fqn, path in inside.items()
+            if fqn in tensors and len(path) == depth + 1
+        }
+        is_above_model = MODEL_KEY in steps - by_name.keys() and all(
+            prod(shape) == 1 for shape in by_name.values()
+        )
+        if by_name and not is_above_model:
             break  # tensors by name: here is the state dict
         if MODEL_KEY not in steps and len(steps) > 1:
             break

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ckptfix import check
+from ckptfix import check, migrate
+from ckptfix.checkpoint.dcp import scan_dcp_folders
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
 from ckptfix.cli import run
 from ckptfix.diagnosis.check import CheckReport
 from ckptfix.diagnosis.understood import Understood
+from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.stores import open_store
 from tests.benchmarks.storing import counted
@@ -219,6 +223,40 @@ def test_folders_of_fsdp_and_deepspeed() -> None:
         "  model      pytorch_model/ (DeepSpeed): 14 tensors, 4 files",
         "  saved by   2 processes",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "step", [torch.tensor(3), torch.tensor([0.5]), 3], ids=["a tensor", "a loss", "a number"]
+)
+def test_a_dcp_folder_with_a_step_next_to_model_and_optimizer(tmp_path: Path, step: Any) -> None:
+    folder = tmp_path / "dcp"
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": states, "step": step}
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    assert understood(folder)[:2] == [
+        "  model      ./ (DCP): 2 tensors, F32, 60 B",
+        "  optimizer  ./ (DCP, Adam or AdamW): 2 parameters",
+    ]
+    assert check(folder).status == 0
+    report = migrate(folder, tmp_path / "weights", to="safetensors")
+    assert report.status == 0
+    assert sorted(load_file(tmp_path / "weights" / "model.safetensors")) == ["bias", "weight"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_single_numbers_of_a_model_without_a_dict_of_that_name_are_its_weights(tmp_path: Path) -> None:
+    state = {"scale": torch.ones(()), "encoder": {"weight": torch.ones(2, 2)}, "model": torch.ones(1)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    (metadata,) = [one.metadata for one in scan_dcp_folders(scan_folder(tmp_path))]
+    assert metadata is not None
+    names = model_names(metadata)
+    assert names is not None
+    assert sorted(names.names.values()) == ["encoder.weight", "model", "scale"]
 
 
 def test_shards_and_tied_weights_are_counted_once(tmp_path: Path) -> None:
