@@ -143,6 +143,9 @@ _KINDS = (
 MOMENTS = frozenset(state for kind in (*_KINDS, _RADAM) for state in (*kind.moments, *kind.optional))
 """States that torch's optimizers keep in the shape of the parameter."""
 
+SCALARS = frozenset(state for kind in (*_KINDS, _RADAM) for state in kind.scalars)
+"""States that are one number, which torch makes a tensor of when it loads them."""
+
 STATES = MOMENTS.union(*(kind.scalars for kind in _KINDS), *(kind.signs for kind in _KINDS))
 """States that torch's optimizers keep, and the options that tell them apart."""
 

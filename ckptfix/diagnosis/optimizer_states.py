@@ -34,7 +34,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     RoundedMoments,
     UnsavedParameters,
 )
-from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, STATES, kind_of
+from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, SCALARS, STATES, kind_of
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import flattened_parts, model_names
 from ckptfix.formats.dcp_rewrite import paths_of
@@ -291,7 +291,9 @@ class _Reading:
 
 
 def _is_unusable(state: str, value: object) -> bool:
-    """Return whether a moment is not a tensor, or a step neither a tensor nor a number."""
+    """Return whether a moment is not a tensor, a step neither a tensor nor a number, or another number a text."""
+    if type(value) is Text and state in SCALARS:
+        return True
     is_container = type(value) in (tuple, Text) or (
         type(value) is Node and value.kind in (Kind.LIST, Kind.DICT, Kind.SET)
     )

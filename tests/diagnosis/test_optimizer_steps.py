@@ -87,6 +87,7 @@ def damaged(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             ("None", None),
             ("a list", [1.0]),
             ("a number", 0.5),
+            ("a text", "0.5"),
             ("two numbers", torch.ones(2)),
             ("turned", value.T.contiguous() if value.ndim == 2 else torch.ones(7, 7, 7)),
         ):
