@@ -21,6 +21,9 @@ from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 
+_COMPUTED = frozenset({"inv_freq", "masked_bias", "position_ids"})
+"""Last parts of the keys of buffers that transformers computes, and that its older versions saved and listed."""
+
 ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix, equal for all shards of one save."""
 
@@ -55,6 +58,42 @@ class ModelFiles:
         content = self.index.content if self.index is not None else None
         document = content.document if isinstance(content, WeightsIndex) else {}
         return {key: value for key, value in document.items() if key != "weight_map"}
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The keys that a readable index has twice."""
+        content = self.index.content if self.index is not None else None
+        return content.repeated if isinstance(content, WeightsIndex) else ()
+
+    @property
+    def total_size(self) -> int | None:
+        """The bytes of all tensors that the index counts, None for an index that does not."""
+        metadata = self.index_words.get("metadata")
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return size if type(size) is int else None
+
+    @property
+    def stored_size(self) -> int:
+        """The bytes of all tensors in the files; tied tensors of a ``.bin`` file share theirs."""
+        return sum(
+            end - begin
+            for member in self.members
+            for begin, end in {one.data_offsets for one in member.tensors if one.data_offsets is not None}
+        )
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The listed keys that no file holds and that a model may need, in order.
+
+        No loader looks for a listed key in its shard: it loads all keys of all listed shards, and goes on without the
+        rest. Nothing is lost if the shards hold all bytes that the index counts, or the key is of a buffer that its
+        model computes.
+        """
+        held = {tensor.fqn for member in self.members for tensor in member.tensors}
+        absent = sorted(self.listed.keys() - held)
+        if held <= self.listed.keys() and self.stored_size == self.total_size:
+            return ()
+        return tuple(key for key in absent if key.rpartition(".")[2] not in _COMPUTED)
 
     @property
     def is_whole(self) -> bool:
@@ -113,7 +152,11 @@ def _indexed(
 ) -> list[ModelFiles]:
     """Return the group that an index lists, and the shards next to it from another save."""
     promised = set(content.weight_map.values())
-    named = [component for component in folder.components if str(component.path) in promised]
+    named = [
+        component
+        for component in folder.components
+        if str(component.path) in promised and component.role is not Role.WEIGHTS_INDEX
+    ]
     of_named = {_shard_set(component) for component in named}
     if not named:
         of_named = {shard_set for shard_set, shards in sets.items() if _index_path(shards) == index.path}
@@ -133,8 +176,12 @@ def _indexed(
         or (is_complete and _holds_anything(component) and {one.fqn for one in component.tensors} <= held)
     ]
     members = _ordered([*named, *(component for component in others if component not in stale)])
-    missing = sorted(promised - {str(component.path) for component in named}) + _unnumbered(members, promised)
-    group = ModelFiles(members=members, index_path=index.path, index=index, missing=tuple(missing))
+    absent = tuple(sorted(promised - {str(component.path) for component in named}))
+    group = ModelFiles(members=members, index_path=index.path, index=index, missing=absent)
+    # Shards that were merged keep numbers of more: loaders go by the index, and ask for no other file. It lists only a
+    # part of the model if the tensors of the model have more bytes.
+    if absent or group.lost or group.stored_size < (group.total_size or 0):
+        group = replace(group, missing=(*absent, *_unnumbered(members, promised)))
     return [group, *(ModelFiles(members=(component,), stale_of=index.path) for component in stale)]
 
 
@@ -392,9 +439,8 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
         if whole is None and member.problem is None:
             problems.append(f"{member.path} is not a state dict")
         shapes.update(shapes_of(member, ()))
-    absent = [name for name in group.listed if name not in shapes]
-    if absent and not problems:
-        problems.append(f"{group.index_path} promises {absent[0]!r}, which no shard holds")
+    if not problems and (lost := group.lost):
+        problems.append(f"{group.index_path} promises {lost[0]!r}, which no shard holds")
     label = str(group.members[0].path) if len(group.members) == 1 else str(group.index_path)
     tensors = [tensor for member in group.members for tensor in member.tensors]
     if recorded is not None and not _lists(recorded, label, tensors):

@@ -202,7 +202,8 @@ def diagnose(
         scanned |= {path: was for state in deepspeed for path, was in state.scanned.items()}
         named = without_deepspeed(folder)
         groups = group_files(named)
-        findings: list[Finding] = diagnose_shards(groups) if folder.only is None else []
+        existing = {*folder.strays, *(one.path for one in folder.components)}
+        findings: list[Finding] = diagnose_shards(groups, existing) if folder.only is None else []
         rebuilt = {
             finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
         }

@@ -21,7 +21,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import NOT_STATES, Role
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -41,6 +41,7 @@ from ckptfix.diagnosis.findings.damaged import (
     MissingShard,
     NoFormatMetadata,
     NotATensorFile,
+    OddIndex,
     OtherFormat,
     StaleShard,
     TrailingBytes,
@@ -244,14 +245,17 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
     return findings
 
 
-def diagnose_shards(groups: Iterable[ModelFiles]) -> list[Finding]:
-    """Find missing and left-over shards, and indexes that disagree with the headers."""
+def diagnose_shards(groups: Iterable[ModelFiles], existing: Collection[PurePosixPath]) -> list[Finding]:
+    """Find missing and left-over shards, and indexes that disagree with the headers.
+
+    ``existing``: all files of the folder, of weights or not.
+    """
     findings: list[Finding] = []
     for group in groups:
         if group.stale_of is not None:
             findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
         elif group.index_path is not None and group.missing:
-            findings.append(_missing(group, group.index_path))
+            findings += _missing(group, group.index_path, existing)
         elif group.index_path is not None and group.is_whole:
             findings += _diagnose_index(group, group.index_path)
     return findings
@@ -262,49 +266,87 @@ def weight_map(shards: Iterable[Component]) -> dict[str, str]:
     return {tensor.fqn: str(shard.path) for shard in shards for tensor in shard.tensors}
 
 
-def _missing(group: ModelFiles, index_path: PurePosixPath) -> MissingShard:
-    by_index = set(group.listed.values()).intersection(group.missing)
-    return MissingShard(
-        path=PurePosixPath(group.missing[0]),
-        others=group.missing[1:],
+def _missing(
+    group: ModelFiles, index_path: PurePosixPath, existing: Collection[PurePosixPath]
+) -> Iterator[MissingShard]:
+    for name in group.missing:
+        if PurePosixPath(name) in existing:
+            yield MissingShard(
+                path=PurePosixPath(name), named_by=str(index_path), tensors=0, is_other_file=True
+            )
+    gone = tuple(name for name in group.missing if PurePosixPath(name) not in existing)
+    if not gone:
+        return
+    by_index = set(group.listed.values()).intersection(gone)
+    yield MissingShard(
+        path=PurePosixPath(gone[0]),
+        others=gone[1:],
         named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
         tensors=sum(1 for name in group.listed.values() if name in by_index),
     )
 
 
-def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
+def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> Sequence[Finding]:
     if group.index is not None and is_unreadable(group.index):
-        return []  # an index that may not be read is not rewritten
+        return ()  # an index that may not be read is not rewritten
     actual, listed = weight_map(group.members), group.listed
     if group.index is None and (not actual or group.members[0].name.shard == (1, 1)):
-        return []  # no shard to list, or a single one, which loaders find by name
+        return ()  # no shard to list, or a single one, which loaders find by name
     count = Counter(tensor.fqn for shard in group.members for tensor in shard.tensors)
     doubled = tuple(sorted(fqn for fqn, times in count.items() if times > 1))
-    lost = tuple(sorted(listed.keys() - actual.keys()))
+    lost = group.lost
     misplaced = sum(1 for fqn, name in listed.items() if fqn in actual and actual[fqn] != name)
-    unlisted = len(actual.keys() - listed.keys())
+    unlisted = actual.keys() - listed.keys()
+    # Loaders take the names of the shards from the map, and all tensors of each shard.
+    loaded = set(listed.values())
+    unloaded = any(actual[fqn] not in loaded for fqn in unlisted)
     problem = (
         group.index.problem.message if group.index is not None and group.index.problem is not None else None
     )
     is_read = group.index is not None and problem is None
     without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
-    if group.index is not None and not (
-        problem or doubled or lost or misplaced or unlisted or without_metadata
+    unread = _unread_by_transformers(path, loaded)
+    if (
+        group.index is None
+        or problem
+        or doubled
+        or lost
+        or misplaced
+        or unloaded
+        or without_metadata
+        or unread
     ):
-        return []
-    return [
-        IndexMismatch(
+        mismatch = IndexMismatch(
             path=path,
             misplaced=misplaced,
-            unlisted=unlisted,
+            unlisted=len(unlisted),
             lost=() if _only_renamed(lost, actual, listed) else lost,
             doubled=doubled,
             absent=group.index is None,
             problem=problem,
             rivals=group.rivals,
             without_metadata=without_metadata,
+            unread=unread,
         )
-    ]
+        return (mismatch,)
+    computed = tuple(sorted(listed.keys() - actual.keys()))
+    if computed or unlisted or group.repeated:
+        return (OddIndex(path=path, computed=computed, unlisted=len(unlisted), repeated=group.repeated),)
+    return ()
+
+
+def _unread_by_transformers(index: PurePosixPath, shards: Collection[str]) -> str:
+    """Return the first file in another format that transformers reads as safetensors, "" for none.
+
+    transformers 5.23 reads all files as the first of them (``modeling_utils.py``), and the Trainer as the index
+    says (``load_sharded_checkpoint``). diffusers and accelerate look at each ending.
+    """
+    name = parse_file_name(index.name)
+    if name is None or name.model is None or name.model.stem != "model" or not shards:
+        return ""
+    is_safetensors = ".safetensors" in index.name or min(shards).endswith(".safetensors")
+    other_format = (shard for shard in sorted(shards) if not shard.endswith(".safetensors"))
+    return next(other_format, "") if is_safetensors else ""
 
 
 def _only_renamed(lost: tuple[str, ...], actual: Mapping[str, str], listed: Mapping[str, str]) -> bool:

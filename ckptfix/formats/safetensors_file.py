@@ -141,9 +141,12 @@ def same_phase_length(header: bytes, old_length: int, block: int) -> int:
     return len(header) + (old_length - len(header)) % block
 
 
-def _parse_json(raw: bytes, what: str, start: int = 0, **hooks: Any) -> Any:
+def _parse_json(
+    raw: bytes, what: str, start: int = 0, repeated: list[str] | None = None, **hooks: Any
+) -> Any:
     """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at which it begins.
 
+    ``repeated``: gets the keys of which an object has two, of which the last counts; without it they are refused.
     ``hooks``: those of ``json.loads``.
     """
     # At most this many values: a few more are counted where strings hold commas or brackets.
@@ -154,8 +157,10 @@ def _parse_json(raw: bytes, what: str, start: int = 0, **hooks: Any) -> Any:
         # The reference parser keeps the last of two equal keys when their ranges agree; a rename must not choose.
         result = dict(pairs)
         if len(result) != len(pairs):
-            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise FormatError(f"{what} names {twice!r} more than once")
+            twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            if repeated is None:
+                raise FormatError(f"{what} names {twice[0]!r} more than once")
+            repeated.extend(twice)
         return result
 
     try:
@@ -290,10 +295,14 @@ MAX_INDEX = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightsIndex:
-    """A parsed index: ``weight_map`` from fqn to a plain file name in the same folder."""
+    """A parsed index: ``weight_map`` from fqn to a plain file name in the same folder.
+
+    ``repeated``: the keys that the JSON text has twice.
+    """
 
     document: Mapping[str, Any]
     weight_map: Mapping[str, str]
+    repeated: tuple[str, ...] = ()
 
 
 def parse_index(data: bytes) -> WeightsIndex:
@@ -302,7 +311,8 @@ def parse_index(data: bytes) -> WeightsIndex:
     Raises FormatError, also for a file name that leaves the folder (``../../x``, ``/x``): such a name is never
     followed.
     """
-    document = _parse_json(data, "the index")
+    repeated: list[str] = []
+    document = _parse_json(data, "the index", repeated=repeated)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict):
         raise FormatError("the index has no weight_map")
@@ -314,7 +324,7 @@ def parse_index(data: bytes) -> WeightsIndex:
             raise FormatError(
                 f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
             )
-    return WeightsIndex(document, weight_map)
+    return WeightsIndex(document, weight_map, tuple(repeated))
 
 
 def is_plain_name(name: str) -> bool:

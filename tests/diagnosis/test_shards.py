@@ -182,7 +182,7 @@ def test_left_over_shards_are_told_and_not_indexed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listed", "problem"),
     [
-        ({"a": 1}, "does not list 1 tensor of the shards"),
+        ({"a": 1}, "does not list 1 tensor of the shards"),  # and not its shard
         ({"a": 2, "b": 2}, "names the wrong shard for 1 tensor"),
         ({"a": 2}, "names the wrong shard for 1 tensor and does not list 1 tensor of the shards"),
     ],

@@ -133,7 +133,10 @@ class MalformedFile(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingShard(Finding):
-    """A missing file that the index lists, or that the numbering of the shards implies."""
+    """A missing file that the index lists, or that the numbering of the shards implies.
+
+    ``is_other_file``: the index lists a file that exists and is none of weights, such as ``config.json``.
+    """
 
     code = "missing-shard"
     severity = Severity.ERROR
@@ -144,6 +147,7 @@ class MissingShard(Finding):
     tensors: int
     others: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
+    is_other_file: bool = False
 
     @property
     def is_salvageable(self) -> bool:
@@ -151,6 +155,10 @@ class MissingShard(Finding):
         return True
 
     def __str__(self) -> str:
+        if self.is_other_file:
+            return (
+                f"{self.path} is not a file of weights; {self.named_by} lists it as a shard, so loaders fail"
+            )
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
         lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
         lost += f": {list_names(self.holds)}" if self.holds else ""
@@ -159,6 +167,8 @@ class MissingShard(Finding):
     @property
     def advice(self) -> str:
         """Advice to copy the shard again: loading without it leaves random weights."""
+        if self.is_other_file:
+            return f"copy {self.named_by} and the shards again from where they came"
         return (
             "copy the shard again from where it came; loading without it leaves random weights in the model"
         )
@@ -168,7 +178,9 @@ class MissingShard(Finding):
 class IndexMismatch(Finding):
     """An index that disagrees with the headers about the files of tensors, or that loaders refuse.
 
-    ``without_metadata``: it has no object ``metadata``, into which transformers and diffusers write.
+    ``unlisted``: the number of tensors in shards that the index does not list. ``without_metadata``: it has no object
+    ``metadata``, into which transformers and diffusers write. ``unread``: a ``.bin`` file among safetensors files,
+    which transformers reads as safetensors.
     """
 
     code = "index-mismatch"
@@ -187,11 +199,12 @@ class IndexMismatch(Finding):
     problem: str | None = None
     rivals: int = 1
     without_metadata: bool = False
+    unread: str = ""
 
     @property
     def is_fixable(self) -> bool:
         """True when the headers alone say what the index should be, so that a plain repair writes it."""
-        return not self.lost and not self.doubled and self.rivals == 1
+        return not (self.lost or self.doubled or self.unread) and self.rivals == 1
 
     @property
     def is_salvageable(self) -> bool:
@@ -212,6 +225,8 @@ class IndexMismatch(Finding):
             doubled = count_of(len(self.doubled), "tensor")
             are = "is" if len(self.doubled) == 1 else "are"
             return f"{doubled} of {self.path} {are} in two shards: {list_names(self.doubled)}"
+        if self.unread:
+            return f"{self.path} lists files of two formats: transformers reads {self.unread} as safetensors and fails"
         problems = [
             f"names the wrong shard for {count_of(self.misplaced, 'tensor')}" if self.misplaced else "",
             f"does not list {count_of(self.unlisted, 'tensor')} of the shards" if self.unlisted else "",
@@ -228,7 +243,55 @@ class IndexMismatch(Finding):
             return ""
         if self.rivals > 1:
             return "not rebuilt: set the shards of all but one save aside, then repair"
+        if self.unread:
+            return (
+                "accelerate.load_checkpoint_in_model reads each file by its ending: load the model with it, and save "
+                "it again"
+            )
+        if self.doubled and not self.lost:
+            return "not rebuilt: loaders differ in which of them they take; copy the shards again from where they came"
         return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OddIndex(Finding):
+    """An index that differs from the headers in a way that changes no load.
+
+    ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of tensors that the listed
+    shards hold besides. ``repeated``: keys that the file has twice.
+    """
+
+    code = IndexMismatch.code
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = IndexMismatch.meaning
+
+    computed: tuple[str, ...]
+    unlisted: int
+    repeated: tuple[str, ...]
+
+    def __str__(self) -> str:
+        differences = [
+            f"lists {count_of(len(self.computed), 'tensor')} that no shard holds and no load needs: "
+            f"{list_names(self.computed)}"
+            if self.computed
+            else "",
+            f"does not list {count_of(self.unlisted, 'tensor')} of the shards, which are loaded all the same"
+            if self.unlisted
+            else "",
+            f"has {count_of(len(self.repeated), 'key')} twice, of which the last counts: "
+            f"{list_names(self.repeated)}"
+            if self.repeated
+            else "",
+        ]
+        return f"{self.path} {' and '.join(filter(None, differences))}"
+
+    @property
+    def advice(self) -> str:
+        """Advice for the one loader that compares the keys of the index with those of the model."""
+        if not (self.computed or self.unlisted):
+            return ""
+        return "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

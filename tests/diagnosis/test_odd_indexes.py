@@ -1,0 +1,466 @@
+"""Odd indexes of sharded models: what transformers, accelerate and diffusers load completely is not damaged.
+
+Each loader reads all tensors of all files that the map lists. None of them looks a key up in the map, but for weights
+that transformers leaves on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptfix import check
+from ckptfix.checkpoint.entries import model_entries
+from ckptfix.checkpoint.folder import scan_folder
+from tests.sampling import sampled
+from tests.stores.servers import upload_folder
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A sharded model in a folder. ``stem`` and ``suffix``: of its files."""
+
+    path: Path
+    stem: str
+    suffix: str
+
+    @property
+    def index(self) -> Path:
+        return self.path / f"{self.stem}{self.suffix}.index.json"
+
+    @property
+    def map(self) -> dict[str, Any]:
+        """The weight map of the index."""
+        return dict(json.loads(self.index.read_text())["weight_map"])
+
+    def shard(self, number: int) -> Path:
+        return self.path / f"{self.stem}-{number:05}-of-00003{self.suffix}"
+
+    def write_map(self, weight_map: object, **more: object) -> None:
+        document = json.loads(self.index.read_text())
+        self.index.write_text(json.dumps({**document, "weight_map": weight_map, **more}))
+
+    def keys_of(self, number: int) -> list[str]:
+        return list(read(self.shard(number)))
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    is_safetensors = path.suffix == ".safetensors"
+    return dict(load_file(path) if is_safetensors else torch.load(path, weights_only=True))
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    if path.suffix == ".safetensors":
+        save_file(dict(tensors), path, {"format": "pt"})
+    else:
+        torch.save(dict(tensors), path)
+
+
+class Library:
+    """A library with a small model: how it is saved in three shards, and the loads of it."""
+
+    stems: ClassVar[Mapping[str, str]]
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.new()
+
+    def new(self) -> Any:
+        raise NotImplementedError
+
+    def save_config(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def loads(self, folder: Folder) -> Iterator[Any]:
+        """Yield the model of each loader. Raises whatever the loader does."""
+        model = self.new()
+        accelerate.load_checkpoint_in_model(model, folder.path)
+        yield model
+
+    def save(self, path: Path, suffix: str) -> Folder:
+        folder = Folder(path, self.stems[suffix], suffix)
+        path.mkdir()
+        self.save_config(path)
+        state = {key: tensor.clone() for key, tensor in self.model.state_dict().items()}
+        names = list(state)
+        weight_map: dict[str, str] = {}
+        for number in range(3):
+            keys = names[number::3]
+            write(folder.shard(number + 1), {key: state[key] for key in keys})
+            weight_map |= dict.fromkeys(keys, folder.shard(number + 1).name)
+        size = sum(tensor.nbytes for tensor in state.values())
+        folder.index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+        return folder
+
+    def is_loaded(self, folder: Folder) -> bool:
+        """Return whether every loader restores every tensor."""
+        state = self.model.state_dict()
+        try:
+            return all(
+                torch.equal(tensor, model.state_dict()[key])
+                for model in self.loads(folder)
+                for key, tensor in state.items()
+            )
+        except Exception:  # the libraries raise anything for an index that they do not expect
+            return False
+
+
+class Transformers(Library):
+    stems: ClassVar = {".safetensors": "model", ".bin": "pytorch_model"}
+
+    def new(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_attention_heads": 2}
+        return LlamaForCausalLM(
+            LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
+        ).eval()
+
+    def save_config(self, path: Path) -> None:
+        self.model.config.save_pretrained(path)
+
+    def loads(self, folder: Folder) -> Iterator[Any]:
+        from transformers.trainer_utils import load_sharded_checkpoint
+
+        kind = type(self.model)
+        yield kind.from_pretrained(folder.path)
+        resumed = self.new()
+        load_sharded_checkpoint(resumed, str(folder.path), strict=False)  # as the Trainer does
+        yield resumed
+        yield from super().loads(folder)
+        where = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
+        where |= {"model.layers": "disk", "lm_head": "disk"}
+        on_disk = kind.from_pretrained(
+            folder.path, device_map=where, offload_folder=folder.path.with_name("offload")
+        )
+        tokens = torch.arange(4)[None]
+        with torch.no_grad():
+            is_equal = torch.equal(on_disk(tokens).logits, self.model(tokens).logits)
+        yield self.model if is_equal else self.new()
+
+
+class Diffusers(Library):
+    stems: ClassVar = dict.fromkeys((".safetensors", ".bin"), "diffusion_pytorch_model")
+
+    def new(self) -> Any:
+        import diffusers
+
+        kind: Any = diffusers.UNet2DModel
+        return kind(
+            sample_size=8,
+            in_channels=1,
+            out_channels=1,
+            block_out_channels=(4,),
+            norm_num_groups=2,
+            down_block_types=("DownBlock2D",),
+            up_block_types=("UpBlock2D",),
+            layers_per_block=1,
+            add_attention=False,
+        ).eval()
+
+    def save_config(self, path: Path) -> None:
+        self.model.save_config(path)
+
+    def loads(self, folder: Folder) -> Iterator[Any]:
+        yield type(self.model).from_pretrained(
+            folder.path, use_safetensors=folder.suffix == ".safetensors", low_cpu_mem_usage=False
+        )
+        yield from super().loads(folder)
+
+
+KINDS = [(library, suffix) for library in (Transformers, Diffusers) for suffix in (".safetensors", ".bin")]
+Change = Callable[[Folder], object]
+CHANGES: dict[str, Change] = {}
+
+
+def change(make: Change) -> Change:
+    CHANGES[make.__name__] = make
+    return make
+
+
+@change
+def nothing(folder: Folder) -> None: ...
+
+
+@change
+def a_computed_buffer_that_no_shard_holds(folder: Folder) -> None:
+    folder.write_map({**folder.map, "rotary.inv_freq": folder.shard(1).name}, metadata={"total_size": 1})
+
+
+@change
+def another_key_that_no_shard_holds_and_no_byte_is_lost(folder: Folder) -> None:
+    folder.write_map({**folder.map, "head.weight": folder.shard(1).name})
+
+
+@change
+def a_key_that_no_shard_holds_any_more(folder: Folder) -> None:
+    tensors = read(folder.shard(2))
+    tensors.pop(next(iter(tensors)))
+    write(folder.shard(2), tensors)
+
+
+@change
+def a_key_of_a_shard_is_not_listed(folder: Folder) -> None:
+    lost = folder.keys_of(2)[0]
+    folder.write_map({key: name for key, name in folder.map.items() if key != lost})
+
+
+@change
+def a_buffer_of_a_shard_is_not_listed(folder: Folder) -> None:
+    write(folder.shard(2), {**read(folder.shard(2)), "rotary.inv_freq": torch.ones(4)})
+
+
+@change
+def a_shard_is_not_listed(folder: Folder) -> None:
+    folder.write_map({key: name for key, name in folder.map.items() if name != folder.shard(2).name})
+
+
+@change
+def a_shard_that_does_not_exist_is_listed_for_a_key_of_no_model(folder: Folder) -> None:
+    folder.write_map({**folder.map, "rotary.inv_freq": f"gone{folder.suffix}"})
+
+
+@change
+def a_shard_is_gone(folder: Folder) -> None:
+    folder.shard(2).unlink()
+
+
+@change
+def a_key_of_a_listed_shard_is_there_twice_in_the_text(folder: Folder) -> None:
+    key, name = next(iter(folder.map.items()))
+    text = folder.index.read_text()
+    folder.index.write_text(text.replace('"weight_map": {', f'"weight_map": {{"{key}": "{name}", ', 1))
+
+
+@change
+def two_shards_hold_other_values_of_a_key(folder: Folder) -> None:
+    key = folder.keys_of(1)[0]
+    write(folder.shard(3), {**read(folder.shard(3)), key: read(folder.shard(1))[key] + 1})
+
+
+@change
+def no_metadata(folder: Folder) -> None:
+    folder.index.write_text(json.dumps({"weight_map": folder.map}))
+
+
+@change
+def another_total_size(folder: Folder) -> None:
+    folder.write_map(folder.map, metadata={"total_size": 7})
+
+
+@change
+def no_total_size(folder: Folder) -> None:
+    folder.write_map(folder.map, metadata={})
+
+
+@change
+def an_empty_map(folder: Folder) -> None:
+    folder.write_map({})
+
+
+@change
+def a_map_of_null(folder: Folder) -> None:
+    folder.write_map(None)
+
+
+@change
+def a_map_that_is_a_list(folder: Folder) -> None:
+    folder.write_map(sorted(set(folder.map.values())))
+
+
+@change
+def a_map_alone(folder: Folder) -> None:
+    folder.index.write_text(json.dumps(folder.map))
+
+
+@change
+def a_shard_of_null(folder: Folder) -> None:
+    folder.write_map({**folder.map, next(iter(folder.map)): None})
+
+
+@change
+def a_shard_of_a_number(folder: Folder) -> None:
+    folder.write_map({**folder.map, "more": 3})
+
+
+@change
+def a_shard_without_a_name(folder: Folder) -> None:
+    folder.write_map({**folder.map, "more": ""})
+
+
+@change
+def a_byte_order_mark(folder: Folder) -> None:
+    folder.index.write_bytes(b"\xef\xbb\xbf" + folder.index.read_bytes())
+
+
+@change
+def utf_16(folder: Folder) -> None:
+    folder.index.write_text(folder.index.read_text(), encoding="utf-16")
+
+
+@change
+def a_list_around_the_index(folder: Folder) -> None:
+    folder.index.write_text(f"[{folder.index.read_text()}]")
+
+
+@change
+def a_shard_of_another_name_that_the_map_has(folder: Folder) -> None:
+    new = folder.shard(2).rename(folder.path / f"part{folder.suffix}")
+    folder.write_map(
+        {key: new.name if name == folder.shard(2).name else name for key, name in folder.map.items()}
+    )
+
+
+@change
+def a_shard_of_another_name_that_the_map_lacks(folder: Folder) -> None:
+    folder.shard(2).rename(folder.path / f"{folder.stem}-0002-of-0003{folder.suffix}")
+
+
+@change
+def two_shards_in_one_file_that_the_map_has(folder: Folder) -> None:
+    write(folder.shard(1), {**read(folder.shard(1)), **read(folder.shard(3))})
+    folder.shard(3).unlink()
+    names = {folder.shard(3).name: folder.shard(1).name}
+    folder.write_map(
+        {key: names.get(name, name) for key, name in folder.map.items()}, metadata={"total_size": 1}
+    )
+
+
+@change
+def a_shard_is_gone_and_not_listed(folder: Folder) -> None:
+    a_shard_is_not_listed(folder)
+    folder.shard(2).unlink()
+
+
+@change
+def the_config_is_listed(folder: Folder) -> None:
+    folder.write_map({**folder.map, "more": "config.json"})
+
+
+@change
+def the_index_is_listed(folder: Folder) -> None:
+    folder.write_map({**folder.map, "more": folder.index.name})
+
+
+@change
+def another_file_of_weights_is_listed(folder: Folder) -> None:
+    write(folder.path / f"extra{folder.suffix}", {"more": torch.ones(2)})
+    folder.write_map({**folder.map, "more": f"extra{folder.suffix}"})
+
+
+def _in_another_format(folder: Folder, number: int) -> None:
+    shard = folder.shard(number)
+    other = shard.with_suffix(".bin" if folder.suffix == ".safetensors" else ".safetensors")
+    write(other, read(shard))
+    shard.unlink()
+    folder.write_map({key: other.name if name == shard.name else name for key, name in folder.map.items()})
+
+
+@change
+def the_first_shard_in_another_format(folder: Folder) -> None:
+    _in_another_format(folder, 1)
+
+
+@change
+def the_second_shard_in_another_format(folder: Folder) -> None:
+    _in_another_format(folder, 2)
+
+
+@change
+def a_second_index_that_no_loader_reads(folder: Folder) -> None:
+    shutil.copy(folder.index, folder.path / folder.index.name.replace(".json", ".old.json"))
+
+
+@change
+def a_shard_without_tensors(folder: Folder) -> None:
+    write(folder.path / f"{folder.stem}-00004-of-00003{folder.suffix}", {})
+
+
+@change
+def a_shard_that_is_a_folder(folder: Folder) -> None:
+    folder.shard(2).unlink()
+    folder.shard(2).mkdir()
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Mapping[tuple[type[Library], str], tuple[Library, Folder]]:
+    root = tmp_path_factory.mktemp("saved")
+    libraries = {kind: kind() for kind in (Transformers, Diffusers)}
+    return {
+        (kind, suffix): (libraries[kind], libraries[kind].save(root / f"{kind.__name__}{suffix}", suffix))
+        for kind, suffix in KINDS
+    }
+
+
+def verdict(path: Path | str) -> list[tuple[str, str]]:
+    """Return code and sentence of what is no note."""
+    return [(one.code, str(one)) for one in check(path).findings if one.severity.value != "note"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "name"), sampled([(*kind, name) for name in CHANGES for kind in KINDS])
+)
+def test_an_index_is_damaged_if_a_loader_fails_or_leaves_a_tensor_random(
+    saved: Any, tmp_path: Path, kind: type[Library], suffix: str, name: str
+) -> None:
+    library, source = saved[kind, suffix]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    CHANGES[name](folder)
+    found = verdict(folder.path)
+    assert library.is_loaded(folder) is not bool(found), found
+    url = f"memory://{os.urandom(6).hex()}/model"
+    upload_folder(folder.path, url)
+    assert verdict(url) == found
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_two_keys_in_each_others_shard_are_an_error_as_transformers_looks_them_up_for_the_disk(
+    saved: Any, tmp_path: Path, suffix: str
+) -> None:
+    library, source = saved[Transformers, suffix]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    first, last = folder.keys_of(1)[-1], folder.keys_of(3)[-1]
+    weight_map = folder.map
+    weight_map[first], weight_map[last] = weight_map[last], weight_map[first]
+    folder.write_map(weight_map)
+    assert verdict(folder.path) == [
+        ("index-mismatch", f"{folder.index.name} names the wrong shard for 2 tensors")
+    ]
+    assert library.is_loaded(folder) is (suffix == ".bin")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "a_computed_buffer_that_no_shard_holds",
+            "lists 1 tensor that no shard holds and no load needs: 'rotary.inv_freq'",
+        ),
+        (
+            "a_buffer_of_a_shard_is_not_listed",
+            "does not list 1 tensor of the shards, which are loaded all the same",
+        ),
+        (
+            "a_key_of_a_listed_shard_is_there_twice_in_the_text",
+            "has 1 key twice, of which the last counts: ",
+        ),
+    ],
+)
+def test_an_odd_index_is_a_note(saved: Any, tmp_path: Path, name: str, words: str) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    CHANGES[name](folder)
+    (note,) = check(folder.path).all_findings
+    assert str(note).startswith(f"{folder.index.name} {words}")
+    assert (note.code, note.severity.value, check(folder.path).status) == ("index-mismatch", "note", 0)
+    assert [one.problem for one in model_entries(scan_folder(folder.path), None)] == [""]
