@@ -5,7 +5,7 @@ complete model are judged per group: the wrapper of its keys, two keys that woul
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain as concatenated
 from pathlib import Path, PurePosixPath
@@ -74,12 +74,8 @@ class ModelFiles:
 
     @property
     def stored_size(self) -> int:
-        """The bytes of all tensors in the files; tied tensors of a ``.bin`` file share theirs."""
-        return sum(
-            end - begin
-            for member in self.members
-            for begin, end in {one.data_offsets for one in member.tensors if one.data_offsets is not None}
-        )
+        """The bytes of all tensors in the files."""
+        return stored_size(self.members)
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -121,6 +117,15 @@ class ModelFiles:
             for other in member.scopes:
                 if (other.path, other.kind) == (scope.path, scope.kind):
                     yield other
+
+
+def stored_size(files: Iterable[Component]) -> int:
+    """Return the bytes of all tensors in these files; tied tensors of a ``.bin`` file share theirs."""
+    return sum(
+        end - begin
+        for file in files
+        for begin, end in {one.data_offsets for one in file.tensors if one.data_offsets is not None}
+    )
 
 
 def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:

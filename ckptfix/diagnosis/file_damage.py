@@ -20,7 +20,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     is_deepspeed_file,
     universal_paths,
 )
-from ckptfix.checkpoint.entries import ModelFiles
+from ckptfix.checkpoint.entries import ModelFiles, stored_size
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
@@ -43,6 +43,7 @@ from ckptfix.diagnosis.findings.damaged import (
     NotATensorFile,
     OddIndex,
     OtherFormat,
+    RenamedShard,
     StaleShard,
     TrailingBytes,
     TruncatedFile,
@@ -245,17 +246,18 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
     return findings
 
 
-def diagnose_shards(groups: Iterable[ModelFiles], existing: Collection[PurePosixPath]) -> list[Finding]:
+def diagnose_shards(groups: Sequence[ModelFiles], existing: Collection[PurePosixPath]) -> list[Finding]:
     """Find missing and left-over shards, and indexes that disagree with the headers.
 
     ``existing``: all files of the folder, of weights or not.
     """
     findings: list[Finding] = []
+    single = [group.members[0] for group in groups if group.index_path is None and group.stale_of is None]
     for group in groups:
         if group.stale_of is not None:
             findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
         elif group.index_path is not None and group.missing:
-            findings += _missing(group, group.index_path, existing)
+            findings += _missing(group, group.index_path, existing, single)
         elif group.index_path is not None and group.is_whole:
             findings += _diagnose_index(group, group.index_path)
     return findings
@@ -267,7 +269,10 @@ def weight_map(shards: Iterable[Component]) -> dict[str, str]:
 
 
 def _missing(
-    group: ModelFiles, index_path: PurePosixPath, existing: Collection[PurePosixPath]
+    group: ModelFiles,
+    index_path: PurePosixPath,
+    existing: Collection[PurePosixPath],
+    single: Iterable[Component],
 ) -> Iterator[MissingShard]:
     for name in group.missing:
         if PurePosixPath(name) in existing:
@@ -283,7 +288,29 @@ def _missing(
         others=gone[1:],
         named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
         tensors=sum(1 for name in group.listed.values() if name in by_index),
+        renamed=tuple(_renamed_shards(group, gone, single)),
     )
+
+
+def _renamed_shards(
+    group: ModelFiles, gone: Sequence[str], single: Iterable[Component]
+) -> Iterator[RenamedShard]:
+    """Yield the missing shards of which one file of another name holds exactly the listed keys.
+
+    Where the index counts the bytes of all tensors, those of the files must add up to no more.
+    """
+    keys: dict[str, set[str]] = {name: set() for name in gone}
+    for fqn, name in group.listed.items():
+        if name in keys:
+            keys[name].add(fqn)
+    free = [one for one in single if one.role is Role.UNKNOWN and one.problem is None and one.tensors]
+    room = group.total_size - group.stored_size if group.total_size else None
+    for name, wanted in keys.items():
+        holders = [one for one in free if {tensor.fqn for tensor in one.tensors} == wanted]
+        if len(holders) != 1 or holders[0].name.suffix != PurePosixPath(name).suffix:
+            continue
+        if room is None or stored_size(holders) <= room:
+            yield RenamedShard(holders[0].path, name, len(wanted))
 
 
 def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> Sequence[Finding]:

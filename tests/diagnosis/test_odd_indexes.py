@@ -7,6 +7,7 @@ that transformers leaves on the disk.
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -464,3 +465,43 @@ def test_an_odd_index_is_a_note(saved: Any, tmp_path: Path, name: str, words: st
     assert str(note).startswith(f"{folder.index.name} {words}")
     assert (note.code, note.severity.value, check(folder.path).status) == ("index-mismatch", "note", 0)
     assert [one.problem for one in model_entries(scan_folder(folder.path), None)] == [""]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), KINDS)
+@pytest.mark.parametrize("name", ["{}-0002-of-0003", "{}-00002-of-00003 (1)", "my part"])
+def test_a_shard_under_another_name_is_named_with_the_command_that_renames_it(
+    saved: Any, tmp_path: Path, kind: type[Library], suffix: str, name: str
+) -> None:
+    library, source = saved[kind, suffix]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    shard = folder.shard(2)
+    stray = shard.rename(folder.path / f"{name.format(folder.stem)}{suffix}")
+    (finding,) = [one for one in check(folder.path).findings if one.code == "missing-shard"]
+    tensors = len(read(stray))
+    assert str(finding) == (
+        f"{shard.name} is missing; {folder.index.name} promises it, with {tensors} tensors; "
+        f"{stray.name!r} holds its {tensors} tensors"
+    )
+    _, _, command = finding.advice_at(str(folder.path)).partition(": ")
+    assert not finding.is_salvageable
+    subprocess.run(command, shell=True, check=True)
+    assert verdict(folder.path) == []
+    assert library.is_loaded(folder)
+
+
+@pytest.mark.parametrize("what", ["two files", "another key", "more bytes", "another suffix"])
+def test_a_file_that_may_not_be_the_missing_shard_is_not_named(saved: Any, tmp_path: Path, what: str) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    tensors = read(folder.shard(2))
+    folder.shard(2).unlink()
+    if what == "two files":
+        write(folder.path / "b.safetensors", tensors)
+    if what == "another key":
+        tensors["more"] = torch.ones(1)
+    if what == "more bytes":
+        tensors = {key: tensor.double() for key, tensor in tensors.items()}
+    write(folder.path / f"a.{'bin' if what == 'another suffix' else 'safetensors'}", tensors)
+    (finding,) = [one for one in check(folder.path).findings if one.code == "missing-shard"]
+    assert "holds" not in str(finding)
+    assert finding.advice_at(str(folder.path)).startswith("copy the shard again")

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.storage.paths import shell_path
+from ckptfix.storage.stores import is_url
 from ckptfix.wording import count_of, list_names, series
 
 FOLDER = "a folder"
@@ -131,11 +134,20 @@ class MalformedFile(Finding):
         return "copy the file again from where it came, or use an older checkpoint"
 
 
+class RenamedShard(NamedTuple):
+    """A file that holds exactly the tensors that an index places in a missing shard, and the name of that shard."""
+
+    path: PurePosixPath
+    name: str
+    tensors: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingShard(Finding):
     """A missing file that the index lists, or that the numbering of the shards implies.
 
     ``is_other_file``: the index lists a file that exists and is none of weights, such as ``config.json``.
+    ``renamed``: the missing shards whose tensors a file of another name holds.
     """
 
     code = "missing-shard"
@@ -148,11 +160,16 @@ class MissingShard(Finding):
     others: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     is_other_file: bool = False
+    renamed: tuple[RenamedShard, ...] = ()
 
     @property
     def is_salvageable(self) -> bool:
-        """True, as the other shards are intact."""
-        return True
+        """True, as the other shards are intact, unless a new name brings all tensors back."""
+        return not self._is_renamed_alone
+
+    @property
+    def _is_renamed_alone(self) -> bool:
+        return len(self.renamed) == 1 + len(self.others)
 
     def __str__(self) -> str:
         if self.is_other_file:
@@ -162,6 +179,10 @@ class MissingShard(Finding):
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
         lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
         lost += f": {list_names(self.holds)}" if self.holds else ""
+        for shard in self.renamed:
+            whose = f"the {count_of(shard.tensors, 'tensor')} of {shard.name}"
+            whose = whose if self.others else f"its {count_of(shard.tensors, 'tensor')}"
+            lost += f"; {str(shard.path)!r} holds {whose}"
         return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
 
     @property
@@ -169,8 +190,22 @@ class MissingShard(Finding):
         """Advice to copy the shard again: loading without it leaves random weights."""
         if self.is_other_file:
             return f"copy {self.named_by} and the shards again from where they came"
+        if self.renamed:
+            renames = [f"rename {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
+            rest = [] if self._is_renamed_alone else ["copy the other shards again from where they came"]
+            return "; ".join([*renames, *rest])
         return (
             "copy the shard again from where it came; loading without it leaves random weights in the model"
+        )
+
+    def advice_at(self, path: str) -> str:
+        """Return the advice with the commands that rename shards; a store has no such command."""
+        if not self._is_renamed_alone or is_url(path):
+            return self.advice
+        folder = Path(path)
+        return "; ".join(
+            f"rename {str(shard.path)!r}: mv {shell_path(folder / shard.path)} {shell_path(folder / shard.name)}"
+            for shard in self.renamed
         )
 
 
