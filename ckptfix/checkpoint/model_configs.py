@@ -123,6 +123,20 @@ def broken_config(path: Path) -> str:
     return ""
 
 
+def library_of(config: Path) -> str:
+    """Return the library whose ``from_pretrained`` takes the model of a ``config.json``, "" where it does not say."""
+    with suppress(OSError, ValueError):
+        values = _read_object(config)
+        kind = values.get("_class_name")
+        is_of_diffusers = isinstance(kind, str) and "_diffusers_version" in values
+        is_of_transformers = (
+            isinstance(values.get("architectures"), list) and "transformers_version" in values
+        )
+        if is_of_diffusers is not is_of_transformers:
+            return "diffusers" if is_of_diffusers else "transformers"
+    return ""
+
+
 def is_pretrained(folder: Path) -> bool:
     """Return whether transformers, diffusers or PEFT saved a model in a folder, by its config.
 

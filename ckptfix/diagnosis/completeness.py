@@ -68,7 +68,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     Salvaged,
 )
-from ckptfix.diagnosis.misnamed import misnamed
+from ckptfix.diagnosis.misnamed import misnamed, named_for_another_library
 from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.storage.markers import UPLOAD
@@ -125,6 +125,7 @@ def incomplete(
         not ranks
     ):  # random states of Accelerate: save_state wrote the folder, whatever else a script put there
         yield from _incomplete_of_trainer(folder, has_deepspeed=has_deepspeed)
+        yield from named_for_another_library(folder)
 
 
 _READ_BY = {CONFIG: "the Trainer and from_pretrained fail", ADAPTER: "PeftModel.from_pretrained fails"}

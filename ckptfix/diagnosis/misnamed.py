@@ -1,4 +1,4 @@
-"""States that ``load_state`` does not find by their names: a folder instead of a file, or nearly the right name.
+"""States and weights that a loader does not find by their names: a folder instead of a file, or nearly the right name.
 
 ``load_state`` of accelerate 1.15 asks for each file by its exact name (``checkpointing.py``), and counts custom objects
 by a pattern that takes leading zeros and folders, too (``accelerator.py``).
@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
+    TRAINER_STATE,
     FileName,
     Role,
     nearly_state,
@@ -19,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.model_configs import CONFIG, library_of
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
@@ -36,6 +38,45 @@ def misnamed(folder: CheckpointFolder) -> Iterator[Finding]:
     if any(one.role not in NOT_STATES and not one.name.is_of_trainer for one in folder.components):
         yield from _nearly_named(folder)
         yield from _miscounted(folder)
+
+
+_STEMS = {
+    "transformers": {".safetensors": "model", ".bin": "pytorch_model"},
+    "diffusers": dict.fromkeys((".safetensors", ".bin"), "diffusion_pytorch_model"),
+}
+"""Library -> suffix of weights -> the stem under which its ``from_pretrained`` looks for them, and for their index.
+
+transformers 5.23: ``_get_resolved_checkpoint_files``; diffusers 0.42: ``ModelMixin.from_pretrained``.
+"""
+
+
+def named_for_another_library(folder: CheckpointFolder) -> Iterator[Finding]:
+    """Yield the weights that ``from_pretrained`` does not find, as they have the name of another library.
+
+    The library is that of ``config.json``. ``load_state`` and the Trainer do not go by that file.
+    """
+    if PurePosixPath(CONFIG) not in folder.strays or PurePosixPath(TRAINER_STATE) in folder.strays:
+        return
+    weights = {one.path.name: one.name.stem.partition(".")[0] for one in folder.components if _is_found(one)}
+    stems = {stem for of_library in _STEMS.values() for stem in of_library.values()}
+    misplaced = [name for name, stem in weights.items() if stem in stems]
+    library = library_of(folder.root / CONFIG) if misplaced else ""
+    if not library or not {*_STEMS[library].values()}.isdisjoint(weights.values()):
+        return
+    name = misplaced[0]
+    suffix = ".safetensors" if ".safetensors" in name else ".bin"
+    wanted = _STEMS[library][suffix] + name.removeprefix(weights[name])
+    yield IncompleteCheckpoint(
+        path=PurePosixPath(wanted),
+        missing=(wanted,),
+        known_by=f"{CONFIG} is of {library}, which does not look for {name!r}",
+        misnamed=name,
+    )
+
+
+def _is_found(component: Component) -> bool:
+    """Return whether a library finds a file by its name: weights in one file, or the index of shards."""
+    return component.name.is_of_library and component.name.shard is None
 
 
 def _nearly_named(folder: CheckpointFolder) -> Iterator[Finding]:
