@@ -5,6 +5,7 @@ copy one object after the other and delete the old ones; a kill in between leave
 Two names cannot be exchanged, and locks are not those of other machines.
 """
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -92,14 +93,19 @@ class _Mount(NamedTuple):
     source: str
 
 
-def _mounts(mountinfo: str | None) -> list[_Mount]:
+def _mounts(mountinfo: str | None) -> tuple[_Mount, ...]:
     """Return every mount, in the kernel's order."""
     try:
-        lines = Path(mountinfo or MOUNTINFO).read_bytes().splitlines()
+        return _parsed(Path(mountinfo or MOUNTINFO).read_bytes())
     except OSError:
-        return []
+        return ()
+
+
+@functools.lru_cache(1)
+def _parsed(text: bytes) -> tuple[_Mount, ...]:
+    """Return the mounts of the kernel's list. Twenty of them take 0.2 ms, which every save of a run would pay."""
     found: list[_Mount] = []
-    for line in lines:
+    for line in text.splitlines():
         # ID, parent, device, root, place, options, optional fields, "-", type, source, options (proc(5))
         before, _, after = line.partition(b" - ")
         words, rest = before.split(b" "), after.split(b" ")
@@ -108,7 +114,7 @@ def _mounts(mountinfo: str | None) -> list[_Mount]:
         major, _, minor = words[2].partition(b":")
         device = os.makedev(int(major), int(minor)) if major.isdigit() and minor.isdigit() else -1
         found.append(_Mount(device, _text(words[4]), _text(rest[0]), _text(rest[1])))
-    return found
+    return tuple(found)
 
 
 def _object_mount(point: str, kind: str, source: str) -> ObjectMount | None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,8 +347,38 @@ def test_a_process_goes_on_as_soon_as_it_sees_that_all_are_here(monkeypatch: pyt
 
     monkeypatch.setattr(ranks, "_store", lambda: store)
     monkeypatch.setattr(time, "sleep", arrive)
-    assert ranks.meet(0, 2, "folder", 60.0, can_save_alone=False) == ["folder", "folder"]
+    assert ranks.meet(0, 2, "folder", 60.0, can_save_alone=False)[0] == ["folder", "folder"]
     assert len(sleeps) == 1
+
+
+@FORKS
+@pytest.mark.parametrize(("nodes", "expected"), [(1, 2), (2, 4)])
+def test_processes_wait_for_each_other_no_more_than_they_must(
+    tmp_path: Path, nodes: int, expected: int
+) -> None:
+    """They have written, and the checkpoint is in its place; of two nodes, each has its folder and its checkpoint."""
+
+    def work(rank: int) -> None:
+        if nodes == 2:
+            os.environ["LOCAL_RANK"] = "0"  # each is the first process of its node
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        calls = Counter[str]()
+
+        def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[name] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in ("all_reduce", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"):
+            setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
+        accelerator.save_state(tmp_path / "c")
+        assert calls == {"all_reduce": expected}
+
+    assert run_ranks(2, work) == [0, 0]
+    assert incomplete(tmp_path / "c") is None
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])

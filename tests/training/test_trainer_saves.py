@@ -307,10 +307,11 @@ def test_adapters(tmp_path: Path) -> None:
 def test_processes_that_save_different_steps_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from ckptfix.training.saving.joint_saves import JointSave
     from ckptfix.training.trainer import trainer_saves
 
     trainer = build(tmp_path, [])
-    monkeypatch.setattr(trainer_saves, "meet", lambda *_, **__: ["checkpoint-4", "checkpoint-6"])
+    monkeypatch.setattr(JointSave, "meet", lambda *_: ["checkpoint-4", "checkpoint-6"])
     monkeypatch.setattr(trainer_saves, "_is_left_to_transformers", lambda trainer: False)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with pytest.raises(OperationError, match="rank 0: checkpoint-4, rank 1: checkpoint-6"):

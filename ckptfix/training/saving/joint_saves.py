@@ -14,7 +14,8 @@ from ckptfix.errors import OperationError
 from ckptfix.storage.markers import Uploaded
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.uploads import UploadPlan, begin_upload, finish_upload, not_uploaded, send, staged_files
-from ckptfix.training.ranks import Ranks
+from ckptfix.training.guard import guard_of
+from ckptfix.training.ranks import Ranks, meet, timeout_of
 from ckptfix.training.saving.save_manifest import with_files
 from ckptfix.training.saving.staged_saves import How, StagedSave, abandon, begin, commit, complete, uploaded
 
@@ -54,11 +55,29 @@ class JointSave:
         self._rotate = rotate
         self._undo = undo
         self._ranks = Ranks(accelerator)
+        self._store: Any = None
+        self._is_on_nodes = False
         self._staging: StagedSave
         self._owns = False
 
+    def meet(self, word: str, *, can_save_alone: bool = False) -> list[str]:
+        """Return what each process says, by rank, once all are here. ``can_save_alone``: as in ``ranks.meet``."""
+        accelerator = self._accelerator
+        if accelerator.num_processes == 1:
+            return [word]
+        words, self._store = meet(
+            accelerator.process_index,
+            accelerator.num_processes,
+            f"{int(accelerator.is_local_main_process)}{word}",
+            timeout_of(guard_of(accelerator).settings.save_timeout),
+            can_save_alone=can_save_alone,
+            what=self._what,
+        )
+        self._is_on_nodes = sum(word.startswith("1") for word in words) > 1
+        return [word[1:] for word in words]
+
     def run(self, plan: Callable[[], StagedSave]) -> Path:
-        """Save on every process, and return the target, which the main process plans."""
+        """Save on every process, and return the target, which the main process plans. All have met before."""
         self._begin(plan)
         with self._on_all():
             self._write(self._staging)
@@ -72,11 +91,14 @@ class JointSave:
         with self._on_all():
             if is_main:
                 self._commit()
-        with self._on_all():
-            if self._owns and not is_main:
-                self._commit()
-            if self._owns:
-                self._rotate(self._staging)
+                if not self._is_on_nodes:
+                    self._rotate(self._staging)
+        if self._is_on_nodes:  # another disk gets the checkpoint once the main one has it
+            with self._on_all():
+                if self._owns and not is_main:
+                    self._commit()
+                if self._owns:
+                    self._rotate(self._staging)
         return self._staging.target
 
     def _begin(self, plan: Callable[[], StagedSave]) -> None:
@@ -87,19 +109,17 @@ class JointSave:
         """
         accelerator = self._accelerator
 
-        def make() -> StagedSave:
+        def make() -> list[Any]:
             self._staging = plan()
             self._owns = begin(self._staging)
-            return self._staging
+            return self._staging.as_plain()
 
-        try:
-            self._staging = self._ranks.on_main(make, self._what)
-        except BaseException:
-            self._abandon()
-            raise
-        with self._on_all():
-            if accelerator.is_local_main_process and not accelerator.is_main_process:
-                self._owns = begin(self._staging)
+        with self._abandoned():
+            self._staging = StagedSave.from_plain(self._ranks.on_main(make, self._what, self._store))
+        if self._is_on_nodes:
+            with self._on_all():
+                if accelerator.is_local_main_process and not accelerator.is_main_process:
+                    self._owns = begin(self._staging)
 
     def _upload(self) -> None:
         """Upload what is staged on every disk, at once, and commit it when all of it is there.
@@ -120,11 +140,8 @@ class JointSave:
             if manifest is not None:
                 manifest = with_files(manifest, every)
                 complete(staging, manifest)
-        try:
+        with self._abandoned():
             plan = ranks.on_main(lambda: self._planned(every, manifest, disks), self._what)
-        except BaseException:
-            self._abandon()
-            raise
         mine = files.keys() - {name for disk in disks[: ranks.rank] for name in disk.files}
         if self._accelerator.is_main_process:
             mine |= {MANIFEST}
@@ -173,22 +190,25 @@ class JointSave:
 
     @contextmanager
     def _on_all(self) -> Iterator[None]:
-        """Run a part of the save on every process; when one fails, all raise, and nothing stays behind."""
-        error: BaseException | None = None
+        """Run a part of the save on every process; when one fails, all raise, and nothing stays behind.
+
+        One that is interrupted waits for nobody: the others may be gone as well.
+        """
+        error: Exception | None = None
+        with self._abandoned():
+            try:
+                yield
+            except Exception as raised:
+                error = raised
+            self._ranks.agree(error, self._what)
+
+    @contextmanager
+    def _abandoned(self) -> Iterator[None]:
+        """Leave nothing behind where a part of the save fails."""
         try:
             yield
-        except Exception as raised:
-            error = raised
-        except BaseException:  # interrupted: the others may be gone as well, so nobody is waited for
-            self._abandon()
-            raise
-        try:
-            self._ranks.agree(error, self._what)
         except BaseException:
-            self._abandon()
+            self._undo()
+            if self._owns:
+                abandon(self._staging)
             raise
-
-    def _abandon(self) -> None:
-        self._undo()
-        if self._owns:
-            abandon(self._staging)

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from ckptfix.checkpoint.manifest import RANGE, Manifest, ManifestEntry, key_fing
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.training.prepared import innermost
 from ckptfix.training.saving.saved_digests import SavedDigests
+from ckptfix.training.saving.staged_saves import files_in
 
 StateDict = dict[str, Any]
 
@@ -63,8 +65,7 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def model_entries(
-    accelerator: Accelerator, models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool,
-    digests: SavedDigests | None,
+    models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool, digests: SavedDigests | None
 ) -> tuple[ManifestEntry, ...]:  # fmt: skip
     """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards them itself.
 
@@ -89,7 +90,7 @@ def model_entries(
             ManifestEntry(
                 index=index,
                 file=str(file_name),
-                type=_type(accelerator.unwrap_model(model, keep_torch_compile=False)) if numbered else "",
+                type=_type(innermost(model)) if numbered else "",
                 keys=key_fingerprint(
                     (name, _dtype(value), tuple(value.shape)) for name, value in written.items()
                 )
@@ -112,9 +113,9 @@ def make_manifest(
     ``sha256``: file -> its digest, or those of its ranges as one text; none where the save takes none.
     """
     files = {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        name: os.stat(path).st_size
+        for name in sorted(files_in(folder))
+        if os.path.isfile(path := os.path.join(folder, name))
     }
     # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
     linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)

@@ -32,7 +32,7 @@ from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import sync_file
 from ckptfix.storage.stores import is_url, open_store
 from ckptfix.training.guard import Method, guard_of
-from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
+from ckptfix.training.ranks import SHARDED, cannot_agree
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
@@ -76,13 +76,15 @@ def save_state(
     with guard.entered() as is_outermost:
         if not is_outermost or _is_left_to_accelerate(accelerator, output_dir):
             return method(output_dir, safe_serialization, **kwargs)
-        save = _Save(accelerator, lambda folder: method(folder, safe_serialization, **kwargs))
+        save = _Save(
+            accelerator, lambda folder: method(folder, safe_serialization, **kwargs), safe_serialization
+        )
         target = _target(accelerator, output_dir)
         try:
             if _together(accelerator) and save.is_of_all(target):
-                name = save.together(target, safe_serialization).name
+                name = save.joint.run(lambda: plan_staging(target)).name
             else:
-                name = save.alone(target, safe_serialization).name
+                name = save.alone(target).name
         finally:
             save.end()
             restore(save.random)
@@ -95,13 +97,9 @@ def save_state(
 
 def _together(accelerator: Accelerator) -> bool:
     """Return whether every process takes part in a save."""
-    if accelerator.num_processes > 1 and not torch.distributed.is_initialized():
-        return False  # after end_training
-    return (
-        accelerator.num_processes == 1
-        or _must_be_together(accelerator)
-        or guard_of(accelerator).settings.save_together
-    )
+    is_wanted = _must_be_together(accelerator) or guard_of(accelerator).settings.save_together
+    # After end_training no process can wait for another.
+    return accelerator.num_processes == 1 or (is_wanted and torch.distributed.is_initialized())
 
 
 def _must_be_together(accelerator: Accelerator) -> bool:
@@ -126,8 +124,17 @@ class _Save:
     them: hooks and custom objects draw (EMAModel.save_pretrained of diffusers makes a model), and our part does not.
     """
 
-    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any]) -> None:
+    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any], safetensors: bool) -> None:
+        self.joint = JointSave(
+            accelerator,
+            WHAT,
+            write=self._write_own,
+            describe=lambda staging: self._manifest(),
+            rotate=lambda staging: self._rotate(),
+            undo=self._renumber,
+        )
         self._accelerator = accelerator
+        self._safetensors = safetensors
         self.random = capture()
         self._write = write
         self._config = accelerator.project_configuration
@@ -139,20 +146,11 @@ class _Save:
 
     def is_of_all(self, target: Path | str) -> bool:
         """Return whether all processes save to one folder; some scripts have one for each."""
-        accelerator = self._accelerator
-        if accelerator.num_processes == 1:
-            return True
-        settings = guard_of(accelerator).settings
-        parents = meet(
-            accelerator.process_index,
-            accelerator.num_processes,
-            os.path.dirname(target),
-            timeout_of(settings.save_timeout),
-            can_save_alone=settings.save_together and not _must_be_together(accelerator),
-        )
-        return len(set(parents)) == 1
+        is_asked = guard_of(self._accelerator).settings.save_together
+        can_save_alone = is_asked and not _must_be_together(self._accelerator)
+        return len(set(self.joint.meet(os.path.dirname(target), can_save_alone=can_save_alone))) == 1
 
-    def alone(self, target: Path | str, safetensors: bool) -> Path:
+    def alone(self, target: Path | str) -> Path:
         """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
         accelerator = self._accelerator
         leads = accelerator.is_main_process or (
@@ -161,7 +159,7 @@ class _Save:
         self._staging = plan_staging(target, processes=accelerator.num_processes)
         try:
             self._owns = begin(self._staging)
-            self._write_all(safetensors)
+            self._write_all()
             if leads:
                 commit(self._staging, self._manifest(is_whole=accelerator.num_processes == 1))
                 self._rotate()
@@ -176,34 +174,23 @@ class _Save:
             raise
         return self._staging.target
 
-    def together(self, target: Path | str, safetensors: bool) -> Path:
-        """Save as one with all other processes; return the target, which the main process decides."""
+    def _write_own(self, staging: StagedSave) -> None:
+        """Write this process's part of a save of all processes."""
+        self._staging = staging
+        self._write_all()
+        if self._accelerator.num_processes > 1:
+            self._finish_own(staging.folder)
 
-        def write(staging: StagedSave) -> None:
-            self._staging = staging
-            self._write_all(safetensors)
-            if self._accelerator.num_processes > 1:
-                self._finish_own(staging.folder)
-
-        joint = JointSave(
-            self._accelerator,
-            WHAT,
-            write=write,
-            describe=lambda staging: self._manifest(),
-            rotate=lambda staging: self._rotate(),
-            undo=self._renumber,
-        )
-        return joint.run(lambda: plan_staging(target))
-
-    def _write_all(self, safetensors: bool) -> None:
+    def _write_all(self) -> None:
         if self._config.automatic_checkpoint_naming:
             self._config.iteration = int(self._staging.target.name.removeprefix("checkpoint_"))
         accelerator = self._accelerator
         folder, digests = self._staging.folder, self._digests
         with (
             nullcontext() if digests is None else digests.watching(folder, self._writes_whole),
-            _unnamed(accelerator),
-            _recorded(accelerator, self._record, safetensors),
+            # Accelerate writes into the folder it is given; names, numbers and rotation are done here.
+            with_attributes(self._config, automatic_checkpoint_naming=False),
+            _recorded(accelerator, self._record, self._safetensors),
             run_state.seen_states() as states,
         ):
             restore(self.random)
@@ -234,9 +221,7 @@ class _Save:
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
         if self._accelerator.is_local_main_process:
-            self._models = model_entries(
-                self._accelerator, models, weights, safetensors=safetensors, digests=self._digests
-            )
+            self._models = model_entries(models, weights, safetensors=safetensors, digests=self._digests)
 
     def _is_mine(self, name: str) -> bool:
         """Return whether a file bears the rank of this process; others may be written by another one just now."""
@@ -348,14 +333,18 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
 
 
 @contextmanager
-def _unnamed(accelerator: Accelerator) -> Iterator[None]:
-    """Let accelerate write into the folder it is given; names, numbers and rotation are done here."""
-    config = accelerator.project_configuration
-    automatic, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
+def with_attributes(thing: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other attributes for a while, whether they are its own or its class's."""
+    before = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
+    vars(thing).update(attributes)
     try:
         yield
     finally:
-        config.automatic_checkpoint_naming = automatic
+        for name in attributes:
+            if name in before:
+                setattr(thing, name, before[name])
+            else:
+                delattr(thing, name)
 
 
 @contextmanager
@@ -405,7 +394,6 @@ def save_model(
 @contextmanager
 def _watched(accelerator: Accelerator, written: set[str]) -> Iterator[None]:
     """Give views storages of their own, and collect the names of the files that are written."""
-    before = dict(vars(accelerator))
     get_state_dict, save = accelerator.get_state_dict, accelerator.save
 
     def separated(*args: Any, **kwargs: Any) -> Any:
@@ -418,20 +406,12 @@ def _watched(accelerator: Accelerator, written: set[str]) -> Iterator[None]:
         written.add(os.path.basename(path))
         return save(state, path, *args, **kwargs)
 
-    accelerator.get_state_dict, accelerator.save = separated, noted
-    try:
+    with with_attributes(accelerator, get_state_dict=separated, save=noted):
         yield
-    finally:
-        for name in ("get_state_dict", "save"):
-            if name in before:
-                setattr(accelerator, name, before[name])
-            else:
-                delattr(accelerator, name)
 
 
 def _index_name(safetensors: bool) -> str:
-    stem, suffix = _model_name(safetensors)
-    return index_name(stem, suffix)
+    return index_name(*_model_name(safetensors))
 
 
 def _model_name(safetensors: bool) -> tuple[str, str]:
@@ -446,15 +426,10 @@ def _weights_in(folder: Path, safetensors: bool) -> set[str]:
     stem, suffix = _model_name(safetensors)
     parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
     is_save_state = any(one.role is Role.RNG_STATE and not one.is_of_trainer for one in parts.values())
-    found = set()
-    for name, parsed in parts.items():
-        if parsed.stem != stem or parsed.index:
-            continue
-        is_single = name == f"{stem}{suffix}"
-        if (
-            (is_single and not is_save_state)
-            or (parsed.shard and parsed.suffix == suffix)
-            or name == _index_name(safetensors)
-        ):
-            found.add(name)
-    return found
+    whole = set() if is_save_state else {f"{stem}{suffix}"}
+    return {
+        name
+        for name, parsed in parts.items()
+        if parsed.stem == stem and not parsed.index
+        if name in {*whole, _index_name(safetensors)} or (parsed.shard and parsed.suffix == suffix)
+    }

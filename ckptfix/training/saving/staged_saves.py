@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
@@ -242,6 +243,16 @@ class StagedSave:
     def place(self) -> Place:
         """The place that a save is uploaded to."""
         return place_at(self.url or self.target)
+
+    def as_plain(self) -> list[Any]:
+        """Return values of JSON that ``from_plain`` reads."""
+        return [str(self.target), str(self.folder), self.how.value, self.processes, self.trainer, self.url]
+
+    @classmethod
+    def from_plain(cls, values: list[Any]) -> "StagedSave":
+        """Return the save that ``as_plain`` described."""
+        target, folder, how, *rest = values
+        return cls(Path(target), Path(folder), How(how), *rest)
 
     def replaced(self) -> set[str]:
         """Return the files, relative, of the target that this save replaces or removes."""
@@ -594,10 +605,9 @@ def _widen_modes(folder: Path) -> None:
     probe.touch(exist_ok=False)
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for name in files_in(folder):
-        path = folder / name
-        is_accelerates = parse_file_name(path.name) is not None and path.is_file()
-        if is_accelerates and path.stat().st_mode & 0o777 == 0o600 != mode:
+    for path in (folder / name for name in files_in(folder)):
+        is_narrow = path.is_file() and path.stat().st_mode & 0o777 == 0o600 != mode
+        if is_narrow and parse_file_name(path.name) is not None:
             path.chmod(mode)
 
 

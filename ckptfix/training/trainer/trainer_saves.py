@@ -9,8 +9,7 @@ the same step changes places with the new one (#36099). ``ckptfix help trainer``
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ import torch
 from ckptfix.checkpoint.filenames import TRAINER, TRAINER_STATE, checkpoint_number
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import OperationError
-from ckptfix.training.guard import Method, guard_of
-from ckptfix.training.ranks import cannot_agree, meet, timeout_of
+from ckptfix.training.guard import Method
+from ckptfix.training.ranks import cannot_agree
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest
+from ckptfix.training.saving.save_state import with_attributes
 from ckptfix.training.saving.staged_saves import StagedSave, lift, plan_staging, rotate_steps
 
 WHAT = "Trainer's save"
@@ -75,7 +75,6 @@ class _TrainerSave:
 
     def run(self) -> Any:
         trainer = self._trainer
-        self._meet()
         hidden = _NEVER_PUSHED if trainer.args.push_to_hub else ""
         target = Path(self._run) / self._name
         save = JointSave(
@@ -86,6 +85,12 @@ class _TrainerSave:
             rotate=self._rotate,
             undo=self._restore_best,
         )
+        names = save.meet(self._name)
+        if len(set(names)) > 1:
+            others = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            raise OperationError(
+                f"{WHAT}: the processes save different steps ({others}); nothing was written"
+            )
         try:
             save.run(lambda: plan_staging(target, hidden=hidden, trainer=True))
         finally:
@@ -94,27 +99,13 @@ class _TrainerSave:
             trainer._push_from_checkpoint(os.path.join(self._run, self._name))
         return self._result
 
-    def _meet(self) -> None:
-        """Wait until every process saves this step: one that trains on would take our messages for its own."""
-        accelerator = self._trainer.accelerator
-        if accelerator.num_processes == 1:
-            return
-        timeout = timeout_of(guard_of(accelerator).settings.save_timeout)
-        rank, processes = accelerator.process_index, accelerator.num_processes
-        names = meet(rank, processes, self._name, timeout, can_save_alone=False, what=WHAT)
-        if len(set(names)) > 1:
-            others = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            raise OperationError(
-                f"{WHAT}: the processes save different steps ({others}); nothing was written"
-            )
-
     def _write_all(self, staging: StagedSave) -> None:
         def count(folder: object) -> None:
             self._pushes += 1
 
         folder = str(staging.folder)
         replaced = {"_get_output_dir": lambda trial=None: folder, "_push_from_checkpoint": count}
-        with _replaced(self._trainer, replaced):
+        with with_attributes(self._trainer, **replaced):
             try:
                 self._result = self._write()
             finally:
@@ -179,18 +170,3 @@ def _warn_of_later(saved: Path) -> None:
             f"{saved.parent} holds {name}, of another run: resume_from_checkpoint=True takes it before "
             f"{saved.name}, which was just saved, and save_total_limit does not count it; help: move it away"
         )
-
-
-@contextmanager
-def _replaced(thing: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Give an object other attributes for a while, whether they are its own or its class's."""
-    before = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
-    vars(thing).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                setattr(thing, name, before[name])
-            else:
-                delattr(thing, name)
