@@ -171,6 +171,11 @@ class CheckpointFolder:
         return PurePosixPath(name) in self.strays or name in self.unscanned
 
     @property
+    def plain_subfolders(self) -> Iterator[PurePosixPath]:
+        """The sub-folders that no library uses for states."""
+        return (path for path, kind in self.subfolders.items() if kind == PLAIN_FOLDER)
+
+    @property
     def instead(self) -> str:
         """Other files of a folder that holds no checkpoint, in words."""
         return f"only {list_names(map(str, self.strays))}" if self.strays else "the folder is empty"

@@ -24,7 +24,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
-from ckptfix.checkpoint.model_configs import may_hold_weights, without_weights
+from ckptfix.checkpoint.model_configs import lost_models, may_hold_weights
 from ckptfix.checkpoint.state_contents import holds_no_tensor, is_weights_file, state_problem
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
@@ -397,8 +397,8 @@ def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
         if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
             return f"{name} has no {METADATA_NAME}, which is written last"
     folder = scan_folder(checkpoint, wanted=_is_loaded_whole)
-    for config, model in without_weights(checkpoint, folder.subfolders, names):
-        return f"{config.parent}/ has no weights, and its {config.name} is of {model}"
+    for lost in lost_models(checkpoint, folder.plain_subfolders, names):
+        return lost.problem
     problem = next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
     return problem or (_unloadable_weights(folder) if folder.is_save_state else None)
 

@@ -8,16 +8,17 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import NOT_STATES, is_one_of_several, parse_dcp_name, parse_file_name
-from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.dataclass import dataclass
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start, walk
 from ckptfix.wording import human_size
 
 CONFIG, ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
+PIPELINE = "model_index.json"
+"""The file in which diffusers lists the components of a pipeline, each in a sub-folder."""
 _LONGEST_CONFIG = 1 << 20
 _LARGEST_COUNT = 1 << 40
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -175,16 +176,87 @@ def _object_in(text: bytes | str) -> dict[str, Any]:
     return document
 
 
-def without_weights(
-    root: Path, subfolders: Mapping[PurePosixPath, str], names: Collection[str]
-) -> Iterator[tuple[PurePosixPath, str]]:
-    """Yield each config of a model in a sub-folder of a checkpoint that lacks the weights, and the model's class.
+class LostModel(NamedTuple):
+    """A model that a config records and whose weights are missing.
 
-    ``subfolders``: folder -> its kind. ``names``: the files of the checkpoint itself.
+    ``config``: that file. ``wanted``: the names that the loader of its class looks for. ``component``: the sub-folder
+    that ``model_index.json`` lists and that is missing, or ``is_empty``.
     """
-    for config, model in _configured_models(root, subfolders, names):
-        if not may_hold_weights(root / config.parent):
-            yield config, model
+
+    config: PurePosixPath
+    model: str
+    wanted: str = ""
+    component: str = ""
+    is_empty: bool = False
+
+    @property
+    def problem(self) -> str:
+        """The problem in words. The paths are relative to the checkpoint."""
+        if self.component:
+            state = "empty" if self.is_empty else "missing"
+            return f"{self.component}/ is {state}, and {self.config} lists it ({self.model})"
+        where = f"{self.config.parent}/" if self.config.parent.parts else "this folder"
+        looks = f" (expected {self.wanted})"
+        return f"{where} has no weights, and its {self.config.name} is of {self.model}{looks}"
+
+
+def lost_models(
+    root: Path, subfolders: Iterable[PurePosixPath], names: Collection[str]
+) -> Iterator[LostModel]:
+    """Yield the models of a checkpoint that its sub-folders or its ``model_index.json`` record, without their weights.
+
+    ``subfolders``: those that no library uses for states. ``names``: the files of the checkpoint itself.
+    """
+    for lost in _configured_models(root, subfolders, names):
+        if not may_hold_weights(root / lost.config.parent):
+            yield lost
+    # A component without a folder is loaded from the pipeline's own folder.
+    if not {CONFIG, "scheduler_config.json", "preprocessor_config.json"} & set(names):
+        for component, model in pipeline_components(root).items():
+            # A missing tokenizer loads, as an empty one (diffusers 0.42, transformers 5.23).
+            if "Tokenizer" not in model and not _holds_any(root / component):
+                is_empty = (root / component).exists()
+                yield LostModel(PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty)
+
+
+def lost_model(root: Path) -> LostModel | None:
+    """Return the model that the config of a folder itself records, where no weights are in or below the folder."""
+    for name in (ADAPTER, CONFIG):
+        lost = _recorded_model(root, PurePosixPath(name), is_alone=True)
+        if lost is not None and not may_hold_weights(root):
+            return lost
+    return None
+
+
+def pipeline_components(root: Path) -> dict[str, str]:
+    """Return the components of a pipeline of diffusers with their classes; empty for any other folder.
+
+    A component that the pipeline does without is stored as ``[null, null]``. Names are those of arguments in Python.
+    """
+    try:
+        index = _read_object(root / PIPELINE)
+    except (OSError, ValueError):
+        return {}
+    return {
+        name: value[1]
+        for name, value in index.items()
+        if isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(part, str) for part in value)
+        and name.isidentifier()
+        and not name.startswith("_")
+        and value[1].isidentifier()
+    }
+
+
+def _holds_any(folder: Path) -> bool:
+    """Return whether something is in a folder, or it may not be listed."""
+    try:
+        return bool(os.listdir(folder))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def may_hold_weights(below: Path) -> bool:
@@ -200,9 +272,9 @@ def may_hold_weights(below: Path) -> bool:
 
 
 def _configured_models(
-    root: Path, subfolders: Mapping[PurePosixPath, str], names: Iterable[str]
-) -> Iterator[tuple[PurePosixPath, str]]:
-    """Yield the configs in sub-folders that a library saves together with weights, each with the class of its model.
+    root: Path, subfolders: Iterable[PurePosixPath], names: Iterable[str]
+) -> Iterator[LostModel]:
+    """Yield the models whose configs a library saves together with weights, each in a sub-folder.
 
     Configs that are also saved without weights are left out: schedulers and tokenizers (other file names),
     image processors of diffusers, and a config of transformers next to a tokenizer, unless a model's
@@ -210,33 +282,49 @@ def _configured_models(
     """
     parsed = map(parse_file_name, names)
     has_weights = any(name is not None and name.role in NOT_STATES for name in parsed)
-    for path, kind in subfolders.items():
-        if kind != PLAIN_FOLDER or is_one_of_several(path.name):
+    for path in subfolders:
+        if is_one_of_several(path.name):
             continue
         for name in (ADAPTER, CONFIG):
             # A lone config may describe the weights in the checkpoint itself. An adapter is a model of its own.
-            model = _class_of(root / path, name) if name == ADAPTER or not has_weights else ""
-            if model:
-                yield path / name, model
+            if name == ADAPTER or not has_weights:
+                recorded = _recorded_model(root, path / name)
+                if recorded is not None:
+                    yield recorded
 
 
-def _class_of(folder: Path, name: str) -> str:
-    """Return the class of the model whose weights belong next to a config, "" where none need to be there."""
+_OF_ADAPTER = "adapter_model.safetensors or .bin"
+_OF_DIFFUSERS = "diffusion_pytorch_model.safetensors or .bin"
+_OF_TRANSFORMERS = "model.safetensors or pytorch_model.bin"
+"""Names that ``from_pretrained`` looks for (peft 0.21, diffusers 0.42, transformers 5.23)."""
+
+_WITHOUT_WEIGHTS = ("Processor", "Scheduler", "Tokenizer", "FeatureExtractor")
+"""Ends of the names of classes that have a config and no weights."""
+
+
+def _recorded_model(root: Path, path: PurePosixPath, *, is_alone: bool = False) -> LostModel | None:
+    """Return the model whose weights belong next to a config, None where none need to be there.
+
+    ``is_alone``: no weights of a checkpoint are near that the config of a tokenizer can belong to.
+    """
     try:
-        neighbors = set(os.listdir(folder))
-        if name not in neighbors or not (folder / name).is_file():
-            return ""
-        config = _read_object(folder / name)
+        neighbors = set(os.listdir((root / path).parent))
+        if path.name not in neighbors or not (root / path).is_file():
+            return None
+        config = _read_object(root / path)
     except (OSError, ValueError):
-        return ""
-    if name == ADAPTER:
+        return None
+    if path.name == ADAPTER:
         kind = config.get("peft_type")
-        return f"a PEFT adapter ({kind})" if isinstance(kind, str) else ""
+        return LostModel(path, f"a PEFT adapter ({kind})", _OF_ADAPTER) if isinstance(kind, str) else None
     of_diffusers = config.get("_class_name")
     if isinstance(of_diffusers, str):
-        return "" if of_diffusers.endswith("Processor") else of_diffusers
+        has_weights = not of_diffusers.endswith(_WITHOUT_WEIGHTS)
+        return LostModel(path, of_diffusers, _OF_DIFFUSERS) if has_weights else None
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
-        return ""
-    is_of_tokenizer = any(one.startswith(_PREPROCESSING) for one in neighbors)
-    return architectures[0] if _GENERATION in neighbors or not is_of_tokenizer else ""
+        return None
+    is_of_tokenizer = any(name.startswith(_PREPROCESSING) for name in neighbors)
+    if is_alone or _GENERATION in neighbors or not is_of_tokenizer:
+        return LostModel(path, architectures[0], _OF_TRANSFORMERS)
+    return None

@@ -13,6 +13,7 @@ from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed_save
+from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_components
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
@@ -259,7 +260,7 @@ def check(
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
         bare = judge_bare(folder) if not pending else None
-        if bare is None and not pending:
+        if bare is None and not pending and not _is_pipeline(folder):
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking: tuple[Finding, ...] = ()
@@ -293,6 +294,11 @@ def check(
     )
 
 
+def _is_pipeline(folder: CheckpointFolder) -> bool:
+    """Return whether diffusers keeps the models of a pipeline in the sub-folders, and each is to be checked."""
+    return folder.only is None and bool(pipeline_components(folder.root))
+
+
 def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], list[str]]:
     """Return in words the objects of a store that no folder can hold: those with bytes, and those without any."""
     solid: list[str] = []
@@ -322,6 +328,9 @@ def models_below(
         models or diagnosis.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
     )
     for where in model_folders(folder, has_weights=has_weights):
+        # What a folder without weights lacks is told by the one above: its config may be that of a tokenizer.
+        if not may_hold_weights(folder.root / where):
+            continue
         with suppress(UsageError):  # it holds no file of a checkpoint
             yield check(folder.root / where, data=data, progress=progress)
 

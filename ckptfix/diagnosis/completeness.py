@@ -41,9 +41,12 @@ from ckptfix.checkpoint.model_configs import (
     ADAPTER,
     CONFIG,
     OTHER_WEIGHTS,
+    PIPELINE,
+    LostModel,
     broken_config,
+    lost_model,
+    lost_models,
     may_hold_weights,
-    without_weights,
 )
 from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
 from ckptfix.checkpoint.trainer_folders import (
@@ -82,7 +85,7 @@ _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.
 _RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
 """Roles that the Trainer starts anew in silence when their file is missing (``_load_rng_state`` and the like)."""
 
-_FOREIGN = ("config.json", "adapter_config.json", "model_index.json", TRAINER_STATE)
+_FOREIGN = (CONFIG, ADAPTER, PIPELINE, TRAINER_STATE)
 """Files next to weights that a library exported on purpose, so that the folder is not a ``save_state`` one."""
 
 Part = tuple[Role, int]
@@ -297,25 +300,30 @@ Before that, FSDP and ZeRO-3 gather the weights. torch.distributed ends a run wh
 
 
 class BareCheckpoint(NamedTuple):
-    """The verdict on a bare checkpoint: the finding, or in words why there is none yet."""
+    """The verdict on a bare checkpoint: its findings, or in words why there are none yet."""
 
     findings: tuple[Finding, ...] = ()
     unfinished: tuple[str, ...] = ()
 
     def beyond(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """Return its finding, unless one of the diagnosis names the upload that was cut."""
-        is_known = any(isinstance(finding, InterruptedSave) and finding.upload for finding in findings)
-        return () if is_known else self.findings
+        """Return its findings that the diagnosis lacks, none where it names the upload that was cut."""
+        known = tuple(findings)
+        is_cut = any(isinstance(finding, InterruptedSave) and finding.upload for finding in known)
+        return () if is_cut else tuple(finding for finding in self.findings if finding not in known)
 
 
 def judge_bare(folder: CheckpointFolder) -> BareCheckpoint | None:
-    """Return the verdict on a numbered folder without files of its own, by its age and the checkpoints next to it.
+    """Return the verdict on a folder without files of a checkpoint that should have some, None for every other folder.
 
-    None for every other folder. Those next to a folder that a URL names are not known. Raises OSError.
+    Of a numbered one it goes by the age and the checkpoints next to it; those next to a folder that a URL names are not
+    known. Any other needs the config of a model, or the list of a pipeline without weights. Raises OSError.
     """
     root = folder.root
-    if folder.only is not None or holds_checkpoint(folder) or not is_bare(root):
+    if folder.only is not None or holds_checkpoint(folder):
         return None
+    if not is_bare(root):
+        lost = () if may_hold_weights(root) else tuple(_lost_models(folder))
+        return BareCheckpoint(lost) if lost else None
     below = tuple(sorted(str(path) for path in folder.subfolders if may_hold_weights(root / path)))
     origin = Path(os.path.abspath(origin_of(root)))
     named = family_of(origin.name)
@@ -610,7 +618,7 @@ def diagnose_save(
         elif (problem := cut_upload(folder.root)) is not None:
             findings.append(InterruptedSave(path=PurePosixPath(UPLOAD), upload=problem))
         if not is_saved:  # a save's manifest says what the sub-folders held
-            findings += _without_weights(folder)
+            findings += _lost_models(folder)
         findings += _modelless(folder)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
@@ -672,9 +680,22 @@ def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
         yield MissingModel(path=optimizer)
 
 
-def _without_weights(folder: CheckpointFolder) -> Iterator[Finding]:
-    """Yield a finding for each sub-folder with the config of a model, and no file that may be its weights."""
+def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:
+    """Yield a finding for each model whose config is in a checkpoint, or alone in its folder, without its weights."""
     if is_checkpoint(folder):
-        names = [component.path.name for component in folder.components]
-        for config, model in without_weights(folder.root, folder.subfolders, names):
-            yield MissingModel(path=config, model=model)
+        names = [path.name for path in (*(one.path for one in folder.components), *folder.strays)]
+        yield from map(_missing_model, lost_models(folder.root, folder.plain_subfolders, names))
+    elif not holds_checkpoint(folder) and not is_bare(folder.root):
+        lost = lost_model(folder.root)
+        if lost is not None:
+            yield _missing_model(lost)
+
+
+def _missing_model(lost: LostModel) -> MissingModel:
+    return MissingModel(
+        path=lost.config,
+        model=lost.model,
+        wanted=lost.wanted,
+        component=lost.component,
+        is_empty=lost.is_empty,
+    )

@@ -13,6 +13,13 @@ from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, 
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import cut_upload, family_holds, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.model_configs import (
+    PIPELINE,
+    lost_model,
+    lost_models,
+    may_hold_weights,
+    pipeline_components,
+)
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command, existing
@@ -117,7 +124,8 @@ def _listed(root: Path) -> int:
 def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
-    And those that are named as checkpoints and hold no weights (``is_bare``): a save that was killed leaves them.
+    And those that are named as checkpoints and hold no weights (``is_bare``): a save that was killed leaves them. And
+    pipelines of diffusers that lack one of their models, and ``path`` itself where it has the config of a model alone.
 
     Each is yielded while the others are still being listed: there may be 100,000 of them.
     Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
@@ -153,10 +161,25 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
             around.append(here)
             found.append(here)
-        elif is_bare(here, holds):
+        elif is_bare(here, holds) or (PIPELINE in files and _lacks_part_of_pipeline(here, folders)):
             found.append(here)
         is_empty &= not found
         yield from found
     yield from refused
-    if is_empty and not refused:
+    # A config alone below a folder may be stored next to code. The folder that was asked for is meant to be a model.
+    if is_empty and not refused and _lacks_all_weights(top):
+        yield top
+    elif is_empty and not refused:
         raise UsageError(f"no checkpoint found in or below {path}")
+
+
+def _lacks_part_of_pipeline(folder: Path, subfolders: Iterable[str]) -> bool:
+    """Return whether a pipeline has some weights, and not those of each model. Without any it may be configs alone."""
+    below = [PurePosixPath(name) for name in subfolders if describe_folder_name(name) is None]
+    return any(lost_models(folder, below, (PIPELINE,))) and may_hold_weights(folder)
+
+
+def _lacks_all_weights(folder: Path) -> bool:
+    """Return whether a folder has the config of a model or the list of a pipeline, and no weights."""
+    is_listed = listed_names(folder) is not None
+    return not is_listed and (bool(pipeline_components(folder)) or lost_model(folder) is not None)

@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command, existing, listed_files
@@ -32,7 +32,6 @@ from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
 _DEEPEST = 2
 
-_PIPELINE = "model_index.json"
 _CONFIGS = frozenset({CONFIG, ADAPTER})
 
 
@@ -64,7 +63,7 @@ def is_checkpoint(folder: CheckpointFolder) -> bool:
     names = (component.name for component in folder.components)
     return (
         any(name.role not in NOT_STATES or name.is_of_library for name in names)
-        or any(path.name == _PIPELINE for path in folder.strays)
+        or any(path.name == PIPELINE for path in folder.strays)
         or any(_is_model_folder(path.name) for path in folder.subfolders)
     )
 

@@ -285,7 +285,7 @@ def test_a_config_below_without_its_weights(folder: Path, library: str) -> None:
     (finding,) = report.findings
     assert isinstance(finding, MissingModel)
     assert (str(finding.path), finding.model, report.status) == (f"unet/{name}", model, 1)
-    assert str(finding) == f"unet/ has no weights: {name} is of {model}, which cannot be loaded"
+    assert f"unet/ has no weights: {name} is of {model}, which cannot be loaded (expected " in str(finding)
 
 
 @pytest.mark.parametrize(

@@ -166,26 +166,43 @@ class LostTag(IncompleteCheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
-    """States of an optimizer without weights of any model; or the config of a ``model`` without its weights."""
+    """States of an optimizer without weights of any model; or the config of a ``model`` without its weights.
+
+    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline lists and that is
+    missing, or ``is_empty``.
+    """
 
     code = "missing-model"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer without weights of any model, in the folder or below it, or a model's config in a sub-folder "
-        "without its weights: the copy or save was cut"
+        "an optimizer without weights of any model, in the folder or below it, or a model's config or a component of a "
+        "diffusers pipeline without its weights: the copy or save was cut"
     )
 
     model: str = ""
+    wanted: str = ""
+    component: str = ""
+    is_empty: bool = False
 
     def __str__(self) -> str:
+        if self.component:
+            state = "empty" if self.is_empty else "missing"
+            listed = f"{self.path} lists it as {self.model}"
+            return f"{self.component}/ is {state}: {listed}, so the pipeline cannot be loaded"
         if self.model:
-            return f"{self.path.parent}/ has no weights: {self.path.name} is of {self.model}, which cannot be loaded"
+            where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
+            return (
+                f"{where} has no weights: {self.path.name} is of {self.model}, which cannot be loaded (expected "
+                f"{self.wanted})"
+            )
         return f"{self.path} is there, and no weights of a model, in this folder or below it"
 
     @property
     def advice(self) -> str:
         """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it last."""
+        if self.component:
+            return f"copy the folder again; if the script passes {self.component}= to from_pretrained, ignore this"
         return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore this"
 
 

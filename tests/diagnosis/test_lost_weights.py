@@ -1,0 +1,214 @@
+"""Folders of transformers, PEFT and diffusers whose weights are gone, against the libraries that load them."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModel, BertConfig, BertModel
+
+from ckptfix import check
+from ckptfix.diagnosis.findings.incomplete import MissingModel
+from tests.commanding import Said, said
+
+__all__ = ["said"]
+
+diffusers: Any = pytest.importorskip("diffusers")
+peft: Any = pytest.importorskip("peft")
+# Each loader has warnings of its own about what it is going to change.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+Change = Callable[[Path], object]
+
+
+def _unet() -> Any:
+    return diffusers.UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that the libraries saved: ``lone`` with one model, ``pipeline`` with two, ``bert`` and ``lora``."""
+    root = tmp_path_factory.mktemp("libraries")
+    diffusers.DDPMPipeline(unet=_unet(), scheduler=diffusers.DDPMScheduler()).save_pretrained(root / "lone")
+    vqvae = diffusers.VQModel(block_out_channels=(8,), norm_num_groups=4)
+    two_models = diffusers.LDMPipeline(vqvae=vqvae, unet=_unet(), scheduler=diffusers.DDPMScheduler())
+    two_models.save_pretrained(root / "pipeline")
+    bert = BertModel(
+        BertConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+        )
+    )
+    bert.save_pretrained(root / "bert")
+    peft.get_peft_model(bert, peft.LoraConfig(target_modules=["query"])).save_pretrained(root / "lora")
+    return root
+
+
+def without(*names: str) -> Change:
+    def change(folder: Path) -> None:
+        for name in names:
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+            else:
+                (folder / name).unlink()
+
+    return change
+
+
+def emptied(folder: Path) -> None:
+    without("unet")(folder)
+    (folder / "unet").mkdir()
+
+
+NO_UNET = "unet/ has no weights: config.json is of UNet2DModel, which cannot be loaded (expected " + (
+    "diffusion_pytorch_model.safetensors or .bin)"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("lone", without(f"unet/{WEIGHTS}"), NO_UNET),
+        ("pipeline", without(f"unet/{WEIGHTS}"), NO_UNET),
+        (
+            "lone",
+            without("unet"),
+            "unet/ is missing: model_index.json lists it as UNet2DModel, so the pipeline cannot be loaded",
+        ),
+        (
+            "pipeline",
+            emptied,
+            "unet/ is empty: model_index.json lists it as UNet2DModel, so the pipeline cannot be loaded",
+        ),
+        (
+            "pipeline",
+            without("scheduler"),
+            "scheduler/ is missing: model_index.json lists it as DDPMScheduler, so the pipeline cannot be loaded",
+        ),
+    ],
+)
+def test_a_pipeline_that_lacks_a_component(
+    made: Path, tmp_path: Path, said: Said, name: str, change: Change, words: str
+) -> None:
+    folder = Path(shutil.copytree(made / name, tmp_path / name))
+    change(folder)
+    with pytest.raises(OSError, match="no file named"):
+        diffusers.DiffusionPipeline.from_pretrained(folder)
+    report = check(folder)
+    assert [(finding.code, str(finding)) for finding in report.all_findings] == [("missing-model", words)]
+    status, out, _ = said("check", "-r", folder)
+    assert (status, f"warning missing-model: {words}" in out) == (1, True)
+
+
+def test_a_pipeline_that_loads(made: Path, tmp_path: Path, said: Said) -> None:
+    for name in ("lone", "pipeline"):
+        diffusers.DiffusionPipeline.from_pretrained(made / name)
+        assert check(made / name).status == 0
+    assert said("check", "-r", made)[0] == 0
+    # A component that a pipeline does without.
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    without("vqvae")(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "vqvae": [None, None]}))
+    assert check(folder).all_findings == ()
+
+
+def test_a_component_that_the_script_passes(made: Path, tmp_path: Path) -> None:
+    """The pipeline loads with the component of the script, so the finding says when to ignore it."""
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    without("unet")(folder)
+    diffusers.DiffusionPipeline.from_pretrained(folder, unet=_unet())
+    (finding,) = check(folder).findings
+    assert (
+        finding.advice == "copy the folder again; if the script passes unet= to from_pretrained, ignore this"
+    )
+
+
+ALONE = {
+    "bert": ("model.safetensors", "BertModel", "model.safetensors or pytorch_model.bin"),
+    "lora": ("adapter_model.safetensors", "a PEFT adapter (LORA)", "adapter_model.safetensors or .bin"),
+    "lone/unet": (WEIGHTS, "UNet2DModel", "diffusion_pytorch_model.safetensors or .bin"),
+}
+
+
+def _load(name: str, folder: Path, made: Path) -> object:
+    if name == "lora":
+        return peft.PeftModel.from_pretrained(AutoModel.from_pretrained(made / "bert"), str(folder))
+    return (diffusers.UNet2DModel if name == "lone/unet" else AutoModel).from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_config_without_its_weights(
+    made: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    weights, model, wanted = ALONE[name]
+    folder = Path(shutil.copytree(made / name, tmp_path / "model"))
+    _load(name, folder, made)
+    assert check(folder).status == 0
+    (folder / weights).unlink()
+    for tokenizer in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / tokenizer).write_text("{}")
+    # PEFT asks the hub for what the folder lacks, and refuses its path as the name of a repository.
+    with pytest.raises((OSError, ValueError)):
+        _load(name, folder, made)
+    report = check(folder)
+    (finding,) = report.findings
+    assert isinstance(finding, MissingModel)
+    assert (
+        f"this folder has no weights: {finding.path} is of {model}, which cannot be loaded (expected {wanted})"
+        == (str(finding))
+    )
+    assert said("check", "-r", folder)[0] == 1
+    assert said("repair", folder)[0] == 1
+    status, _, error = said("salvage", folder, tmp_path / "new")
+    assert (status, "nothing to salvage: this folder has no weights" in error) == (3, True)
+
+
+def test_configs_below_another_folder_are_left_alone(made: Path, tmp_path: Path, said: Said) -> None:
+    """Code, data sets and clones of a hub have configs without weights."""
+    for name in ("bert", "lora", "pipeline"):
+        shutil.copytree(made / name, tmp_path / "code" / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(made / "pipeline" / "scheduler", tmp_path / "code" / "scheduler")
+    status, _, error = said("check", "-r", tmp_path)
+    assert (status, error) == (2, f"ckptfix: no checkpoint found in or below {tmp_path}\n")
+    shutil.copytree(made / "bert", tmp_path / "run")
+    status, out, _ = said("check", "-r", tmp_path)
+    assert (status, out.startswith(f"{tmp_path / 'run'}: no error found")) == (0, True)
+    assert said("check", tmp_path / "code" / "scheduler")[0] == 2
+
+
+def test_a_run_whose_root_has_the_config_of_its_model(made: Path, tmp_path: Path, said: Said) -> None:
+    """Scripts keep the config of the model above the checkpoints: the weights are below."""
+    shutil.copy(made / "bert" / "config.json", tmp_path / "config.json")
+    shutil.copytree(made / "bert", tmp_path / "epoch_1")
+    assert said("check", tmp_path)[0] == 2
+    assert said("check", "-r", tmp_path)[0] == 0
+
+
+def test_a_pipeline_below_another_folder_that_lacks_a_part(made: Path, tmp_path: Path, said: Said) -> None:
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "models" / "pipeline"))
+    without(f"unet/{WEIGHTS}")(folder)
+    status, out, _ = said("check", "-r", tmp_path)
+    assert (status, f"warning missing-model: {NO_UNET}" in out) == (1, True)
+    assert "2 checkpoints: 1 with warnings, 1 clean" in out
+
+
+@pytest.mark.parametrize("name", ["../unet", "/etc", "_unet", "..", "\0", "a\nb"])
+def test_a_hostile_list_of_components(made: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(made / "lone", tmp_path / "lone"))
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {name: ["diffusers", "UNet2DModel"], "x": [1, 2], "y": ["diffusers"], "z": {}}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert check(folder).all_findings == ()
+    assert os.listdir(folder)
