@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import (
     ACCELERATE,
     FAMILIES,
+    NOT_STATES,
     TRAINER,
     TRAINER_STATE,
     FileName,
@@ -24,8 +25,8 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
-from ckptfix.checkpoint.model_configs import lost_models, may_hold_weights
-from ckptfix.checkpoint.state_contents import holds_no_tensor, is_weights_file, state_problem
+from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
+from ckptfix.checkpoint.state_contents import is_weights_file, state_problem, weights_without_tensors
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
@@ -339,8 +340,10 @@ def _intact_staging(checkpoint: Path) -> Path | None:
     return None
 
 
-def incomplete(checkpoint: Path) -> str | None:
+def incomplete(checkpoint: Path, *, reads_files: bool = True) -> str | None:
     """Return why a checkpoint is incomplete, None for a complete one.
+
+    ``reads_files``: off for a caller that has a finding for each damaged file.
 
     With the manifest of a save, every file of that save must exist with its size; a folder that was repaired since
     counts as complete. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and
@@ -374,7 +377,7 @@ def incomplete(checkpoint: Path) -> str | None:
         if checkpoint_number(checkpoint.name) is not None:  # load_state takes it, so it must be Accelerate's
             return _NO_STATES
         try:
-            problem = trainer_problem(checkpoint)
+            problem = trainer_problem(checkpoint, complete=reads_files)
         except FileNotFoundError:
             if checkpoint_number(checkpoint.name, TRAINER) is None:
                 return _NO_STATES
@@ -384,7 +387,7 @@ def incomplete(checkpoint: Path) -> str | None:
         if problem is not None:
             return problem
     try:
-        return _damage(checkpoint, names)
+        return _damage(checkpoint, names) if reads_files else None
     except OSError as error:
         return described(error)
 
@@ -400,31 +403,26 @@ def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
     for lost in lost_models(checkpoint, folder.plain_subfolders, names):
         return lost.problem
     problem = next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
-    return problem or (_unloadable_weights(folder) if folder.is_save_state else None)
+    return problem or _unloadable_weights(folder)
 
 
 def _unloadable_weights(folder: CheckpointFolder) -> str | None:
-    """Return why ``load_state`` cannot load the weights of a ``save_state`` folder, None where it may.
+    """Return why the weights of a folder cannot be loaded, None where they may.
 
-    It passes a file to ``Module.load_state_dict``, so that no class of a script can read another content. Of a model
-    with both files it reads ``model.safetensors`` alone (accelerate 1.15, ``checkpointing.py``).
+    ``load_state`` passes a file to ``Module.load_state_dict``, so that no class of a script can read another content.
+    Of a model with both files it reads ``model.safetensors`` alone (accelerate 1.15, ``checkpointing.py``).
     """
     weights = [one for one in folder.components if is_weights_file(one.name)]
-    for component in (one for one in weights if one.name.shard is None):
-        same_model = [
-            one for one in weights if one.name.index == component.name.index and one is not component
-        ]
-        is_safetensors = component.name.suffix == ".safetensors"
-        if not is_safetensors and any(one.name.suffix == ".safetensors" for one in same_model):
-            continue
+    of_safetensors = {one.name.index for one in weights if one.name.suffix == ".safetensors"}
+    for component in weights if folder.is_save_state else ():
         content = component.content
-        if isinstance(content, TorchFile) and (wrong := state_problem(component.name, content)) is not None:
-            return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
-        # A module without parameters has an empty file, and only that one.
-        is_empty = isinstance(content, SafetensorsFile | TorchFile) and holds_no_tensor(content)
-        if is_empty and any(one.tensors for one in same_model):
-            return f"{component.path} holds no tensors, and other files have those of its model"
-    return None
+        is_read = component.name.shard is None and component.name.index not in of_safetensors
+        if is_read and isinstance(content, TorchFile):
+            wrong = state_problem(component.name, content)
+            if wrong is not None:
+                return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
+    empty = next(weights_without_tensors(folder), None)
+    return f"{empty.path} holds no tensors, and its model has some" if empty is not None else None
 
 
 def _is_loaded_whole(name: FileName) -> bool:
@@ -465,26 +463,27 @@ def _unsound(checkpoint: Path, component: Component) -> str | None:
 NO_WEIGHTS = "no weights of a model"
 
 
-def holds_weights(checkpoint: Path, names: Collection[str]) -> bool:
-    """Return whether any of the names in a checkpoint is of a model's weights."""
-    return any(_is_model(checkpoint, name, of_trainer=TRAINER_STATE in names) for name in names)
+def holds_weights(checkpoint: Path, names: Iterable[str]) -> bool:
+    """Return whether any of the names in a checkpoint may be of a model's weights.
 
-
-def _is_model(checkpoint: Path, name: str, *, of_trainer: bool) -> bool:
-    """Return whether a name is of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a script's hook.
-
-    ``of_trainer``: subclasses of the Trainer write weights under names of their own.
+    That is any file or folder that is not known for something else: hooks of scripts, and subclasses of the Trainer,
+    write weights under names of their own.
     """
+    return any(_may_be_weights(checkpoint, name) for name in names)
+
+
+def _may_be_weights(checkpoint: Path, name: str) -> bool:
     parsed = parse_file_name(name)
     if parsed is not None:
-        return _holds_weights(parsed) or (of_trainer and parsed.role is Role.UNKNOWN)
+        return parsed.role in NOT_STATES
+    if name.endswith(OTHER_WEIGHTS):
+        return True
     if name == JOURNAL or not (checkpoint / name).is_dir():
         return False
     folder = parse_folder_name(name)
-    if folder is not None and folder.role is Role.OPTIMIZER:
-        return False
+    is_optimizer = folder is not None and folder.role is Role.OPTIMIZER
     # Logs of TensorBoard in runs/ are no weights.
-    return not of_trainer or may_hold_weights(checkpoint / name)
+    return not is_optimizer and may_hold_weights(checkpoint / name)
 
 
 _HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"

@@ -16,12 +16,14 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and optimizers refuses them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import FileName, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.model_configs import is_pretrained
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import (
     Kind,
@@ -163,6 +165,38 @@ def holds_no_tensor(file: TorchFile | SafetensorsFile) -> bool:
         return is_dict_like(file.tree.root) and not any(True for _ in pairs(file.tree.root))
     except FormatError:
         return False
+
+
+def weights_without_tensors(folder: CheckpointFolder) -> Iterator[Component]:
+    """Yield the weights files without a tensor of models that surely have one.
+
+    ``save_state`` leaves such a file for a module without parameters, such as a loss. The models of the Trainer and of
+    ``from_pretrained`` have weights, and so has one that is stored in other files, too. A file of torch next to
+    ``model.safetensors`` of its model is not read by any of them (accelerate 1.15, transformers 5.23).
+    """
+    empty = [
+        component
+        for component in folder.components
+        if isinstance(component.content, SafetensorsFile | TorchFile)
+        and is_weights_file(component.name)
+        and component.name.shard is None
+        and holds_no_tensor(component.content)
+    ]
+    if not empty:
+        return
+    has_weights = folder.has_file(TRAINER_STATE) or is_pretrained(folder.root)
+    for component in empty:
+        of_model = (component.name.model, component.name.index)
+        same_model = [
+            file
+            for file in folder.components
+            if (file.name.model, file.name.index) == of_model and file.tensors
+        ]
+        is_read = component.name.suffix == ".safetensors" or not any(
+            file.name.suffix == ".safetensors" for file in same_model
+        )
+        if is_read and (has_weights or same_model):
+            yield component
 
 
 def _problem_of_model(root: Any) -> StateProblem | None:

@@ -58,15 +58,16 @@ class MissingState(NamedTuple):
     name: str
 
 
-def trainer_problem(checkpoint: Path) -> str | None:
+def trainer_problem(checkpoint: Path, *, complete: bool = True) -> str | None:
     """Return why the Trainer did not finish a checkpoint, None for a complete one.
 
-    Raises FileNotFoundError when there is no ``trainer_state.json``, which it writes last.
+    ``complete``: as of ``trainer_progress``. Raises FileNotFoundError when there is no ``trainer_state.json``, which it
+    writes last.
     """
     names = set(os.listdir(checkpoint))
     if TRAINER_STATE not in names:
         raise FileNotFoundError(TRAINER_STATE)
-    if problem := trainer_progress(checkpoint, complete=True).problem:
+    if problem := trainer_progress(checkpoint, complete=complete).problem:
         return f"{TRAINER_STATE}: {problem}"
     has_folders = any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
     if _SCHEDULER in names and not names & {_OPTIMIZER, "optimizer.bin"} and not has_folders:

@@ -89,7 +89,8 @@ def _check_all(
         below.ensure_listed(path)
         runs.begin(Path(path))
         with made(path) as place:
-            result = check(place, data=data, siblings=siblings if recursive else (), progress=control.go_on)
+            near = siblings if recursive else ()
+            result = check(place, data=data, siblings=near, resumes=True, progress=control.go_on)
             runs.end(Path(path), Path(place), result.status)
         if recursive:  # models below have a report of their own
             result = result.alone()
@@ -148,7 +149,8 @@ class Resume(Serialized):
 
     ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in which check found
     no problem, where that is another one. ``passed_over``: incomplete ones that are newer. ``taken_instead``: another
-    entry of the folder that stock ``load_state()`` takes, or for which it fails, in words.
+    entry of the folder that stock ``load_state()`` takes, or for which it fails, in words. ``unexplained``: the
+    incomplete ones in which check found nothing, each with what it lacks.
     """
 
     json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead?"
@@ -159,6 +161,7 @@ class Resume(Serialized):
     clean: Path | None = None
     passed_over: tuple[str, ...] = ()
     taken_instead: str = ""
+    unexplained: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -168,6 +171,8 @@ class Resume(Serialized):
         if self.clean is not None:
             return f"resume from {self.clean}: {self.checkpoint} is newer, {self.problem}"
         but = f", {self.problem}" if self.problem else ""
+        if self.unexplained:
+            but += f"; newer, and not complete: {'; '.join(self.unexplained)}"
         return f"resume from {self.checkpoint}, the newest complete one{but}"
 
 
@@ -252,7 +257,15 @@ class Runs:
             clean = other.best.path if other is not None and other.best is not None else None
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
-        return Resume(run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over)
+        unexplained = tuple(
+            f"{one.path.name}: {one.problem}"
+            for one in choice.passed_over
+            if one.path.name not in self._unclean[run]
+        )
+        return Resume(
+            run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
+            unexplained=unexplained[:3],
+        )  # fmt: skip
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

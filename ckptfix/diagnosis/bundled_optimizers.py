@@ -16,10 +16,10 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.state_contents import Content, is_surely_of_optimizer, problem_of_optimizer
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.file_damage import EFFECTS_ON_TORCH
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import UnknownState
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, Shape, Weights, bare, judge, optimizers_in_file
-from ckptfix.diagnosis.wrong_states import EFFECTS_ON_TORCH
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Node, Text, every_node
 from ckptfix.formats.torch_file import TorchFile

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role
+from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import mixed_save
+from ckptfix.checkpoint.latest import incomplete, mixed_save
 from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_components
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
@@ -22,8 +22,11 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, sa
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
+    InterruptedSave,
     LeftoverSave,
+    MissingFile,
     MissingModel,
+    Salvaged,
     StagingFolder,
 )
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
@@ -34,7 +37,7 @@ from ckptfix.reports import Serialized, items
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.storage.reading import sparing, unheld_below
+from ckptfix.storage.reading import origin_of, sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -49,8 +52,8 @@ _OF_FOLDER = ("other files next to it", "digests in ")
 """Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
 
 
-_DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, CLEAN = VERDICTS = (
-    "damaged", "with warnings", "not finished", "without weights", "staging", "clean",
+_DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS = (
+    "damaged", "with warnings", "not finished", "without weights", "staging", "not resumable", "clean",
 )  # fmt: skip
 """The verdicts on one of several checkpoints, the worst first."""
 
@@ -61,12 +64,13 @@ class CheckReport(Printable, Serialized):
 
     ``not_checked``: the omitted checks, in words. ``unfinished``: files that may not be read, which may be
     healthy or damaged, with the command that allows it. ``below``: the reports of the sub-folders that hold
-    models of the checkpoint, such as ``unet``.
+    models of the checkpoint, such as ``unet``. ``not_resumable``: why ``latest_checkpoint`` passes over a numbered
+    checkpoint, where no finding says it.
     """
 
     json_keys: ClassVar = (
         "path status verdict counts understood components=_components sharded=_sharded deepspeed=_deepspeed "
-        "findings not_checked below? unfinished"
+        "findings not_checked below? unfinished not_resumable?"
     )
 
     path: Path
@@ -78,6 +82,7 @@ class CheckReport(Printable, Serialized):
     unfinished: tuple[str, ...] = ()
     below: tuple["CheckReport", ...] = ()
     understood: Understood = field(default_factory=Understood)
+    not_resumable: str = ""
 
     @property
     def status(self) -> int:
@@ -117,7 +122,9 @@ class CheckReport(Printable, Serialized):
         if self.status == 0:
             if any(isinstance(finding, LeftoverSave) for finding in self.findings):
                 return _BARE
-            return _STAGING if self.is_staging else CLEAN
+            if self.is_staging:
+                return _STAGING
+            return _NOT_RESUMABLE if self.not_resumable else CLEAN
         if any(finding.severity is Severity.ERROR for finding in self.all_findings):
             return _DAMAGED
         return _WARNED if status_of(self.all_findings) else UNFINISHED
@@ -203,6 +210,10 @@ class CheckReport(Printable, Serialized):
         """Yield the verdict, the problems, and what to do. ``is_below``: as of ``headline``."""
         yield self.headline(is_below=is_below)
         yield from finding_lines(self.findings, str(self.path))
+        if self.not_resumable:
+            yield line(
+                f"  not resumable: latest_checkpoint passes over it: {self.not_resumable}", colour="yellow"
+            )
         for report in self.below:
             if report.all_findings or report.all_unfinished:
                 yield from report.verdict_lines(is_below=True)
@@ -239,6 +250,7 @@ def check(
     *,
     data: bool = False,
     siblings: Siblings | Iterable[str | os.PathLike[str]] = (),
+    resumes: bool = False,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Find the problems of a checkpoint folder or file.
@@ -246,7 +258,8 @@ def check(
     Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of
     those, and checks every checksum. The names in the checkpoints of the same run, next to this one, show what is
     missing here. ``siblings``: other checkpoints that may be of the run, for names that no library gives, such as
-    ``x_3``. ``progress`` is called with numbers of bytes.
+    ``x_3``. ``resumes``: also report why ``latest_checkpoint`` passes over it. ``progress`` is called with numbers of
+    bytes.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -277,12 +290,13 @@ def check(
     # What every check leaves out of weights is no news of a folder that has none, and should have some.
     beside_the_point = (*(GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
     omitted = (words for words in diagnosis.not_checked if not words.startswith(beside_the_point))
+    findings = pending + lacking + diagnosis.findings + _staging_inside(target)
     return CheckReport(
         path=target.path,
         folder=folder,
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
-        findings=pending + lacking + diagnosis.findings + _staging_inside(target),
+        findings=findings,
         not_checked=(
             *with_below(tuple(omitted), target.path, below),
             *((_SPARED,) if spared is not None and spared.headers else ()),
@@ -291,7 +305,31 @@ def check(
         unfinished=(*diagnosis.unfinished, *unheld, *(bare.unfinished if bare is not None else ())),
         below=below,
         understood=understand(diagnosis),
+        not_resumable=_not_resumable(target, findings) if resumes else "",
     )
+
+
+def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
+    """Return why ``latest_checkpoint`` passes over a numbered checkpoint, "" where a finding says it, or it does not.
+
+    Of a damaged file there is a finding.
+    """
+    name = Path(os.path.abspath(origin_of(target.root))).name
+    if target.only is not None or family_of(name) is None or any(map(_says_why, findings)):
+        return ""
+    return incomplete(target.root, reads_files=False) or ""
+
+
+def _says_why(finding: Finding) -> bool:
+    """Return whether a finding says what a folder lacks to resume from it."""
+    return isinstance(finding, _OF_A_FOLDER) and (
+        finding.severity is not Severity.NOTE or isinstance(finding, LeftoverSave)
+    )
+
+
+_OF_A_FOLDER = (
+    IncompleteCheckpoint, InterruptedRepair, InterruptedSave, MissingFile, MissingModel, Salvaged,
+)  # fmt: skip
 
 
 def _is_pipeline(folder: CheckpointFolder) -> bool:

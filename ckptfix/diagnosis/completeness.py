@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
     TRAINER,
     TRAINER_STATE,
     Role,
@@ -27,7 +26,15 @@ from ckptfix.checkpoint.filenames import (
     split_number,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload, is_bare, judge, numbered
+from ckptfix.checkpoint.latest import (
+    UNFINISHED,
+    cut_upload,
+    gone_since_upload,
+    holds_weights,
+    is_bare,
+    judge,
+    numbered,
+)
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
@@ -40,7 +47,6 @@ from ckptfix.checkpoint.manifest import (
 from ckptfix.checkpoint.model_configs import (
     ADAPTER,
     CONFIG,
-    OTHER_WEIGHTS,
     PIPELINE,
     LostModel,
     broken_config,
@@ -141,6 +147,7 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``: nothing is missing.
     Nor is it from the states of ranks alone that a node other than the first has on a disk of its own.
     """
+    # Also the names of sub-folders.
     names = [path.name for path in (*_paths(folder), *folder.strays)]
     has_folders = bool(folder.subfolders)
     is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
@@ -212,11 +219,7 @@ def _weights_lost_by_trainer(
     if own.keys() == {Role.RNG_STATE} and not ranks & {None, 0}:
         return None  # the states of ranks on the disk of another node
     is_saved_by_trainer = len(own) > 1 or (own and not {*_FOREIGN}.isdisjoint(names))
-    if not is_saved_by_trainer or any(one.role in NOT_STATES for one in folder.components):
-        return None
-    if any(path.suffix in OTHER_WEIGHTS for path in folder.strays):
-        return None
-    if any(may_hold_weights(folder.root / path) for path in folder.subfolders):
+    if not is_saved_by_trainer or holds_weights(folder.root, names):
         return None
     shown = next(role for role in (*_RESUMED, Role.TRAINING_ARGUMENTS) if role in own)
     lost = lost_weights(names)
@@ -671,12 +674,8 @@ def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
     roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
     roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
-    if optimizer is None or any(component.role in NOT_STATES for component in folder.components):
-        return
-    if any(path.suffix in OTHER_WEIGHTS for path in folder.strays):
-        return
-    below = (folder.root / path for path in folder.subfolders if roles.get(path) is not Role.OPTIMIZER)
-    if not any(map(may_hold_weights, below)):
+    names = [path.name for path in (*_paths(folder), *folder.strays)]
+    if optimizer is not None and not holds_weights(folder.root, names):
         yield MissingModel(path=optimizer)
 
 

@@ -25,6 +25,7 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_files,
     diagnose_rank_files,
     diagnose_shards,
+    diagnose_wrong_states,
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
@@ -51,7 +52,6 @@ from ckptfix.diagnosis.optimizer_states import (
 )
 from ckptfix.diagnosis.schedules import diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
-from ckptfix.diagnosis.wrong_states import diagnose_wrong_states
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests

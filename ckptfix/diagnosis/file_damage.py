@@ -1,4 +1,4 @@
-"""Damage in single files, in the shards of a model, and in DeepSpeed folders.
+"""Damage in single files, also a content that their names do not promise, in shards, and in DeepSpeed folders.
 
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
@@ -21,7 +21,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles, stored_size
-from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -31,6 +31,14 @@ from ckptfix.checkpoint.folder import (
     scan_folder,
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
+from ckptfix.checkpoint.state_contents import (
+    NO_TENSORS,
+    Content,
+    content_of,
+    state_problem,
+    weights_without_tensors,
+)
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -50,6 +58,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import OperationError
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -559,3 +568,84 @@ def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[Pure
         return where / missing.removeprefix(f"{root / where}/"), why
     about = where if where.parts else files[0]
     return about, text.removeprefix(f"{root / where}: ")
+
+
+_EFFECTS = {
+    Content.OPTIMIZER: "the load fails",
+    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
+    Content.GRAD_SCALER: "the load fails in a run with fp16",
+    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
+    Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
+    Content.SAMPLER: "the data loader cannot use it",
+    Content.DATALOADER: "the data loader cannot use it",
+    Content.MODEL: "from_pretrained and the Trainer fail, or leave the weights random without an error",
+}
+"""Consequences of a wrong content for a load, by the content that the name of the file promises."""
+
+EFFECTS_ON_TORCH = _EFFECTS | {
+    Content.OPTIMIZER: "torch's optimizers cannot load it",
+    Content.SCHEDULER: "torch's schedulers cannot load it",
+}
+"""Consequences of an unknown content, which a class of the script may read."""
+
+
+def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | UnknownState]:
+    """Yield the files of a folder that hold something else than their names promise."""
+    components = folder.components
+    files = {item.path: item.content for item in components if isinstance(item.content, TorchFile)}
+    names = {item.path: item.name for item in components}
+    judged = {path: state_problem(names[path], file) for path, file in files.items()}
+    problems = {path: problem for path, problem in judged.items() if problem is not None}
+    problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
+    if not problems:
+        return
+    contents = {path: content_of(file) for path, file in files.items()}
+    is_pretrained_model = _is_pretrained(folder)
+    # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
+    is_of_library = (
+        bool(folder.ranks)
+        or folder.has_file(TRAINER_STATE)
+        or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
+    )
+    for path, problem in problems.items():
+        # The right state is where this one belongs. The file of a custom object may rightly hold anything.
+        partners = [
+            (names[partner].index != names[path].index, str(partner))
+            for partner, content in contents.items()
+            if content is problem.expected
+            and (
+                (partner in problems and problems[partner].expected is problem.content)
+                or (
+                    names[partner].role is Role.CUSTOM
+                    and (problem.content is None or content is Content.RANDOM_STATES)
+                    # A custom object is often a module: its weights prove no exchange.
+                    and content is not Content.MODEL
+                )
+            )
+        ]
+        exchanged_with = min(partners)[1] if partners else ""
+        is_judged = (
+            problem is NO_TENSORS
+            or (is_of_library and problem.expected is not Content.GRAD_SCALER)
+            or (is_pretrained_model and problem.expected is Content.MODEL)
+        )
+        finding: type[WrongState | UnknownState]
+        if problem.content is not None:
+            finding, effects = WrongState, _EFFECTS
+        elif exchanged_with or is_judged:
+            finding, effects = UnknownState, EFFECTS_ON_TORCH
+        else:
+            continue
+        is_of_save_state = problem.expected is Content.MODEL and folder.is_save_state
+        yield finding(
+            path=path,
+            holds=problem.holds,
+            expected=problem.expected.value,
+            effect="load_state fails" if is_of_save_state else effects[problem.expected],
+            exchanged_with=exchanged_with,
+            remedy=problem.remedy,
+        )
+
+
+def _is_pretrained(folder: CheckpointFolder) -> bool:
+    return any(map(folder.has_file, (CONFIG, ADAPTER))) and is_pretrained(folder.root)

@@ -284,7 +284,9 @@ def test_random_states_of_other_ranks_alone(tmp_path: Path, said: Said) -> None:
                 path.unlink()
     for report in [check(path, siblings=tmp_path.iterdir()) for path in tmp_path.iterdir()]:
         assert (report.status, words in report.not_checked) == (0, True)
-    assert documents(said, "check", "-r", tmp_path, status=0)[1]["summary"] == {"checkpoints": 3, "clean": 3}
+    by_name, last = documents(said, "check", "-r", tmp_path, status=0)
+    assert last["summary"] == {"checkpoints": 3, "not resumable": 3}
+    assert {one["not_resumable"] for one in by_name.values()} == {"no weights of a model"}
     shutil.rmtree(tmp_path / "checkpoint-5")
     save(tmp_path / "checkpoint-5")
     by_name, _ = documents(said, "check", "-r", tmp_path, status=1)

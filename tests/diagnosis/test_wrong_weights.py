@@ -192,7 +192,7 @@ def test_latest_passes_over_a_file_without_tensors_that_hides_the_weights(tmp_pa
     root = saved_by_accelerate(tmp_path / "checkpoint_1")
     save_file({}, root / "model.safetensors")
     assert refusal(root)
-    with pytest.warns(UserWarning, match=r"model.safetensors holds no tensors, and other files have those"):
+    with pytest.warns(UserWarning, match=r"model.safetensors holds no tensors, and its model has some"):
         assert latest_checkpoint(tmp_path) == older
     save_file(torch.load(root / WEIGHTS), root / "model.safetensors")
     torch.save({}, root / WEIGHTS)
