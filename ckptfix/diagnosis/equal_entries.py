@@ -430,6 +430,9 @@ def _surplus_schedulers(
         if isinstance(one, DoubledStates)
     }
     paths = [entry.path for entry in schedulers]
+    has_duplicates = any(isinstance(one, DoubledStates | SurplusStates) for one in surplus.values())
+    if len(paths) <= len(optimizers) and not has_duplicates:
+        return {path: replace(one, is_of_own_optimizer=True) for path, one in equal.items()}
     if not is_doubled or (not doubles and len(paths) <= len(optimizers)):
         return dict(equal)
     if len(equal) == len(paths) - 1 and len(paths) <= len(optimizers) - len(doubles):

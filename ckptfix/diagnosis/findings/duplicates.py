@@ -331,7 +331,10 @@ def _differing(tensor: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdenticalStates(Finding):
-    """Two optimizer, scheduler or custom entries in equal state."""
+    """Two optimizer, scheduler or custom entries in equal state.
+
+    ``is_of_own_optimizer``: a scheduler, of which there are no more than optimizers, and no optimizer is a duplicate.
+    """
 
     code = "identical-states"
     severity = Severity.NOTE
@@ -342,6 +345,7 @@ class IdenticalStates(Finding):
     original: PurePosixPath
     role: Role
     sampled: bool
+    is_of_own_optimizer: bool = False
 
     def __str__(self) -> str:
         how = "in every sampled byte" if self.sampled else "in every byte"
@@ -350,11 +354,11 @@ class IdenticalStates(Finding):
     @property
     def advice(self) -> str:
         """Advice to give the number of entries: two intentional optimizers are often in equal state."""
-        keep = f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
-        if self.role is Role.SCHEDULER:
-            # Equal schedules of two optimizers have equal states in every healthy run: they show no second prepare().
-            return f"nothing to do if the script has both, as two optimizers with the same schedule; {keep}"
-        return keep
+        if self.is_of_own_optimizer:
+            # Equal schedules of two optimizers have equal states in every healthy run: they show no second prepare(),
+            # and a repair would delete a file that load_state looks for.
+            return "nothing to do if the script has both, as two optimizers with the same schedule"
+        return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
