@@ -111,6 +111,26 @@ RIGHT: dict[str, Change] = {
 }
 
 
+def test_the_trainer_resumes_from_a_wrong_step(checkpoint: Path) -> None:
+    """The words once were that it cannot resume."""
+    change(checkpoint, lambda state: state.update(global_step=1))
+    steps: list[int] = []
+
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            steps.append(state.global_step)
+
+    trainer = trainer_in(checkpoint.parent.parent / "out")
+    trainer.add_callback(Recorder())
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert steps[0] == 2
+    (warning,) = (one for one in check(checkpoint).findings if one.severity.value == "warning")
+    assert "the folder is of step 2, so the Trainer resumes from step 1" in str(warning)
+    assert "cannot resume" not in f"{warning} {warning.advice}"
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_state_from_which_the_trainer_does_not_resume_is_a_warning(
     case: str,
