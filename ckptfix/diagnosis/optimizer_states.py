@@ -51,6 +51,12 @@ _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 
 _ADAPTER = "adapter_model"
 """Beginning of the names of PEFT's weights."""
+
+_CONVERTED = (
+    "experts.", "moe.", "qkv", "in_proj", "att_proj", "up_gate", "gate_up", "weights_in", "w12", "w13", "_conv1d",
+    "shard_",
+)  # fmt: skip
+"""Parts of keys in files of models of which transformers 5 joins tensors into one parameter, or splits one."""
 _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
@@ -110,7 +116,8 @@ class Weights:
 
     ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
     number. ``is_of_trainer``: in a folder of the Trainer. ``are_of_file``: in the file of the optimizer itself.
-    ``are_trained``: they may be the trained ones alone.
+    ``are_trained``: they may be the trained ones alone. ``are_converted``: parameters may have other shapes, with as
+    many elements.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -121,6 +128,7 @@ class Weights:
     is_of_trainer: bool = False
     are_of_file: bool = False
     are_trained: bool = False
+    are_converted: bool = False
 
 
 def diagnose_optimizers(
@@ -419,9 +427,10 @@ def _weights_of(
         tensors=len(in_folders)
         + sum(max(in_format.total() for in_format in formats.values()) for formats in families.values()),
         is_of_trainer=is_of_trainer,
+        are_converted=is_of_trainer and any(map(_is_converted, own)),
         is_complete=(
             folder.only is None
-            and (folder.is_save_state or (is_of_trainer and all(map(_is_as_in_memory, own))))
+            and (folder.is_save_state or (is_of_trainer and all(map(_is_as_trained, own))))
             and bool(models or any(one.role is Role.MODEL or _is_adapter(one) for one in own))
             and not has_deepspeed
             and not damaged
@@ -441,15 +450,19 @@ def _of_model(state: DcpFolder) -> Iterator[tuple[str, Shape]]:
             yield name, shapes[fqn]
 
 
-def _is_as_in_memory(component: Component) -> bool:
-    """Return whether a file of the Trainer has the tensors that the parameters of its model are.
+def _is_as_trained(component: Component) -> bool:
+    """Return whether a file of the Trainer has the weights that were trained.
 
-    transformers splits the experts of a model that it keeps in one parameter, and PEFT saves what the encoder of
-    prompts computes. Of adapters only LoRA is known.
+    PEFT saves what the encoder of prompts computes. Of adapters only LoRA is known.
     """
-    keys = [tensor.fqn for tensor in component.tensors]
-    is_known = not _is_adapter(component) or any(".lora_" in key for key in keys)
-    return is_known and not any("experts." in key for key in keys)
+    return not _is_adapter(component) or any(".lora_" in tensor.fqn for tensor in component.tensors)
+
+
+def _is_converted(component: Component) -> bool:
+    """Return whether the tensors of a file may have other shapes than the parameters of its model."""
+    return not _is_adapter(component) and any(
+        part in tensor.fqn for tensor in component.tensors for part in _CONVERTED
+    )
 
 
 def _is_adapter(component: Component) -> bool:
@@ -697,7 +710,7 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
     if not weights.is_complete or is_of_trainer is not weights.is_of_trainer:
         return
     every = dict.fromkeys([*one.parameters, *one.states])
-    if one.is_named:
+    if one.is_named and not weights.are_converted:
         lost = tuple(name for name in every if bare(name) not in weights.shapes and not is_flat_name(name))
         if lost and 2 * len(lost) <= len(every):
             yield UnsavedParameters(
@@ -718,8 +731,8 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
     moments = Counter(shape for shapes in shapes_of.values() for shape in shapes)
     lost_shapes = tuple(sorted(moments.keys() - weights.every)) if one.is_plain else ()
     numbers = [sum(map(prod, shapes.elements())) for shapes in (moments, weights.counts)]
-    if is_of_trainer and numbers[0] == numbers[1]:
-        return  # transformers 5 joins tensors of the file into one parameter, and splits them to save it
+    if weights.are_converted and numbers[0] <= numbers[1]:
+        return  # conversions keep the number of elements; frozen parameters have no moments
     count = len(every) if one.is_named else len(set(one.parameters))
     surplus: tuple[tuple[Shape, int, int], ...] = ()
     if one.is_plain and not lost_shapes and count <= weights.tensors:

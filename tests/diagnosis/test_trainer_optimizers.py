@@ -1,5 +1,6 @@
 """Optimizers of the Trainer against the weights next to them: real runs stay clean, foreign optimizers are reported."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ckptfix import check
+from ckptfix.diagnosis.optimizer_states import _CONVERTED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
@@ -51,12 +53,20 @@ def t5() -> Any:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
-def mixtral() -> Any:
+def mixtral(**options: Any) -> Any:
     """Return a model whose experts are one parameter in memory, and several tensors in its file."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 3}
-    return MixtralForCausalLM(MixtralConfig(**sizes))
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **options}))
+
+
+def nomic_bert() -> Any:
+    """Return a model whose queries, keys and values are three parameters in memory, and one tensor in its file."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    sizes = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 32}
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("nomic_bert", **sizes))
 
 
 def frozen(model: Any, part: str) -> Any:
@@ -98,6 +108,8 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "frozen": (lambda: frozen(llama(), "layers.0"), {}),
     "experts": (mixtral, {}),
     "frozen experts": (lambda: frozen(mixtral(), "embed"), {}),
+    "split queries": (nomic_bert, {}),
+    "frozen, with split queries": (lambda: frozen(nomic_bert(), "embed"), {}),
     "lora": (lora, {}),
     "lora and a module": (lambda: lora(modules_to_save=["lm_head"]), {}),
     "lora of embeddings": (lambda: lora(target_modules=["q_proj", "embed_tokens"]), {}),
@@ -134,6 +146,47 @@ def test_an_optimizer_of_a_wider_model_is_reported(tmp_path: Path) -> None:
         "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes [16], [16, 16], [16, "
         "32] and 2 more; found 21 parameters of shapes [16], [16, 16], [16, 48] and 2 more)"
     ]
+
+
+def test_an_optimizer_with_as_many_elements_in_other_shapes_is_reported(tmp_path: Path) -> None:
+    root = run(tmp_path / "a", llama(), optim="adamw_torch")
+    saved = torch.load(root / "optimizer.pt", weights_only=True)
+    for state in saved["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if state[name].shape == (16, 16):
+                state[name] = state[name].reshape(8, 32)
+    torch.save(saved, root / "optimizer.pt")
+    with pytest.raises(RuntimeError):
+        run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
+    assert told(root) == [
+        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes [16], [16, 16], [16, "
+        "32] and 2 more; found 21 parameters of shapes [8, 32], [16], [16, 32] and 2 more)"
+    ]
+
+
+def test_an_optimizer_of_wider_experts_is_reported(tmp_path: Path) -> None:
+    root = run(tmp_path / "a", mixtral(), optim="adamw_torch")
+    wide = run(tmp_path / "b", mixtral(intermediate_size=48), optim="adamw_torch")
+    shutil.copyfile(wide / "optimizer.pt", root / "optimizer.pt")
+    with pytest.raises(RuntimeError):
+        run(tmp_path / "c", mixtral(), resumed=str(root), max_steps=4, optim="adamw_torch")
+    assert len(told(root)) == 1
+
+
+def test_every_conversion_of_shapes_in_transformers_is_known() -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import PermuteForRope, WeightConverter
+
+    sources: dict[str, str] = {}
+    for model, conversions in conversion_mapping._build_checkpoint_conversion_mapping().items():
+        for conversion in conversions:
+            if isinstance(conversion, WeightConverter) and any(
+                not isinstance(step, PermuteForRope) for step in conversion.operations
+            ):
+                sources[model] = sources.get(model, "") + " ".join(conversion.source_patterns)
+    plain = {model: re.sub(r"[\\^$]", "", patterns) for model, patterns in sources.items()}
+    assert len(plain) > 50
+    assert [model for model, keys in plain.items() if not any(part in keys for part in _CONVERTED)] == []
 
 
 def test_an_adapter_of_another_rank_than_the_moments_is_reported(tmp_path: Path) -> None:
