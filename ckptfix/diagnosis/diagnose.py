@@ -230,9 +230,10 @@ def diagnose(
         damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))
         unreliable = _paths(findings, _OF_HEADERS)
-        findings += diagnose_optimizers(
+        of_optimizers = diagnose_optimizers(
             folder, sharded, unreliable, optimizers, has_deepspeed=bool(deepspeed)
         )
+        findings += of_optimizers.findings
         bundles = [bundle for bundle in bundles_of(folder) if bundle.path not in unreliable]
         findings += diagnose_bundles(bundles)
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
@@ -269,6 +270,7 @@ def diagnose(
         not_checked=(
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
             *unchecked_bundles(bundles),
+            *of_optimizers.unchecked,
             *trainer.unchecked,
             *of_save.unchecked,
         ),

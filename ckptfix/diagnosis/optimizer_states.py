@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
@@ -130,6 +130,23 @@ class Weights:
     are_trained: bool = False
     are_converted: bool = False
 
+    def why_not_compared(self, saved: SavedOptimizer) -> str:
+        """Return why an optimizer is not fully compared with these weights, "" where it is."""
+        if not self.is_complete or (str(saved.path) == _OF_TRAINER) is not self.is_of_trainer:
+            return "the folder may not have all weights of it"
+        if self.are_converted:
+            return "transformers saves some weights of this model in other shapes; numbers of elements are compared"
+        if not (saved.is_plain or saved.is_named):
+            return "its class may keep other shapes; only numbers of parameters are compared"
+        return ""
+
+
+class OptimizerReport(NamedTuple):
+    """The findings about the optimizers of a folder, and in words the comparisons that were not made."""
+
+    findings: list[Finding]
+    unchecked: list[str]
+
 
 def diagnose_optimizers(
     folder: CheckpointFolder,
@@ -138,19 +155,25 @@ def diagnose_optimizers(
     saved: Sequence[SavedOptimizer],
     *,
     has_deepspeed: bool,
-) -> Iterator[Finding]:
-    """Yield what is wrong with the ``saved`` optimizers of a folder.
+) -> OptimizerReport:
+    """Find what is wrong with the ``saved`` optimizers of a folder.
 
     ``damaged``: files whose headers do not show what they were saved with.
     """
     known = {one.path for one in folder.components if one.path in damaged}
     known |= {one.path for one in sharded if damaged.intersection((one.metadata_path, *one.named))}
     optimizers = [one for one in saved if one.path not in known]
+    report = OptimizerReport([], [])
     if not optimizers:
-        return
+        return report
     weights = _weights_of(folder, sharded, damaged, has_deepspeed=has_deepspeed)
-    for one in optimizers:
-        yield from judge(one, weights, _named(folder, one))
+    for optimizer in optimizers:
+        findings = list(judge(optimizer, weights, _named(folder, optimizer)))
+        report.findings.extend(findings)
+        why = weights.why_not_compared(_without_reduced(optimizer)) if not findings else ""
+        if why and weights.tensors and not damaged:
+            report.unchecked.append(f"whether {optimizer.path} fits the weights: {why}")
+    return report
 
 
 def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:

@@ -124,11 +124,27 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+_CONVERTED_WEIGHTS = (
+    "transformers saves some weights of this model in other shapes; numbers of elements are compared"
+)
+_SKIPPED = {
+    "experts": _CONVERTED_WEIGHTS,
+    "frozen experts": _CONVERTED_WEIGHTS,
+    "split queries": _CONVERTED_WEIGHTS,
+    "frozen, with split queries": _CONVERTED_WEIGHTS,
+    "prefix": "the folder may not have all weights of it",
+    "adafactor": "its class may keep other shapes; only numbers of parameters are compared",
+}
+"""Runs whose optimizer is not fully compared -> why."""
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_optimizers_of_the_trainer_are_healthy(tmp_path: Path, name: str) -> None:
     make, arguments = HEALTHY[name]
     report = check(run(tmp_path, make(), **arguments))
     assert [finding.code for finding in report.findings if finding.severity.value != "note"] == []
+    skipped = [words for words in report.not_checked if words.startswith("whether optimizer.pt fits")]
+    assert [words.partition(": ")[2] for words in skipped] == ([_SKIPPED[name]] if name in _SKIPPED else [])
 
 
 def told(root: Path) -> list[str]:
