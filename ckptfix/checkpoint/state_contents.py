@@ -5,7 +5,8 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - ``Optimizer.load_state_dict`` refuses whatever has no ``state`` and no ``param_groups``. A class of a script's own may
   save another dict, as Lookahead does around another optimizer.
 - ``LRScheduler.load_state_dict`` updates its ``__dict__`` with anything dict-like, and starts anew without an error.
-  Its next step adds 1 to ``last_epoch`` and ``_step_count``, whatever they are.
+  Its next step adds 1 to ``last_epoch`` and ``_step_count``, whatever they are. SequentialLR loads fewer states than it
+  has schedulers, and starts the others anew.
 - ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
   Python, numpy, torch and its devices. The Trainer fails.
 - ``GradScaler.load_state_dict`` refuses whatever has no ``scale``; a disabled one saves, and loads, an empty dict.
@@ -394,17 +395,43 @@ def is_surely_of_optimizer(root: object) -> bool:
 
 
 def _problem_of_scheduler(root: object) -> str:
-    """Return why the next step of a scheduler fails, "" for one that steps. A load takes everything."""
-    for key, value in pairs(root):
-        if type(key) is not Text or key.value not in _COUNTS or type(value) in (int, float, bool):
-            continue
-        if _is_plain(value) and not is_tensor(value):
-            return f"a scheduler's state whose {key.value!r} is {_noun(value)}"
+    """Return why no scheduler of torch continues from a state, "" where one may.
+
+    States inside are not judged: a SequentialLR reads no more of those that are done, and starts later ones anew.
+    """
+    values = {key.value: value for key, value in pairs(root) if type(key) is Text}
+    for key in _COUNTS:
+        value = values.get(key, 0)
+        if type(value) not in (int, float, bool) and _is_plain(value) and not is_tensor(value):
+            return f"a scheduler's state whose {key!r} is {_noun(value)}"
+    for keys in _PAIRS_OF_CYCLES if _OF_CYCLES in values else ():
+        lengths = [len(items_of(values[key])) for key in keys if _is_list(values.get(key))]
+        if len(set(lengths)) > 1:
+            return f"a scheduler's state with {lengths[0]} {keys[0]!r} and {lengths[1]} {keys[1]!r}"
+    if "_schedulers" not in values:
+        return ""
+    parts, milestones = values["_schedulers"], len(items_of(values.get("_milestones")))
+    if not _is_list(parts):
+        return f"a scheduler's state whose '_schedulers' is {_noun(parts)}" if _is_plain(parts) else ""
+    for part in items_of(parts):
+        if _is_plain(part) and not is_dict_like(part):
+            return f"a scheduler's state with {_noun(part)} in '_schedulers'"
+    if milestones >= max(len(items_of(parts)), 1):
+        count = count_of(len(items_of(parts)), "scheduler")
+        return f"a scheduler's state with {count} and {count_of(milestones, 'milestone')}"
     return ""
 
 
 _COUNTS = ("last_epoch", "_step_count")
 """Values to which each step of torch's schedulers adds 1."""
+
+_OF_CYCLES = "step_ratio"
+_PAIRS_OF_CYCLES = (("base_lrs", "max_lrs"), ("base_momentums", "max_momentums"))
+"""A key of CyclicLR, and its lists that each step reads side by side. It has them from one state, or from itself.
+
+LambdaLR has ``base_lrs`` and ``lr_lambdas``. Their lengths show nothing: a MultiplicativeLR with the state of a run
+that had fewer param groups loads, steps, and saves two lengths.
+"""
 
 
 def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:

@@ -50,7 +50,7 @@ from ckptfix.diagnosis.optimizer_states import (
     diagnose_optimizers,
     saved_optimizers,
 )
-from ckptfix.diagnosis.schedules import diagnose_progress, diagnose_schedules
+from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
@@ -242,6 +242,7 @@ def diagnose(
             findings += diagnose_schedules(folder, optimizers, damaged)
             step = trainer.step if not folder.is_save_state else None
             findings += diagnose_progress(folder, optimizers, damaged, home or folder.root, step)
+            findings += diagnose_empty_schedulers(folder, home or folder.root)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:
             findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)

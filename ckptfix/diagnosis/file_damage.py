@@ -584,7 +584,7 @@ _EFFECTS = {
 
 EFFECTS_ON_TORCH = _EFFECTS | {
     Content.OPTIMIZER: "torch's optimizers cannot load it",
-    Content.SCHEDULER: "torch's schedulers cannot load it",
+    Content.SCHEDULER: "torch's schedulers cannot continue from it",
 }
 """Consequences of an unknown content, which a class of the script may read."""
 

@@ -21,9 +21,17 @@ from typing import Any, NamedTuple
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, MixedRates, MixedSteps, UnexplainedRates
+from ckptfix.diagnosis.findings.inconsistent import (
+    EmptyState,
+    MismatchedRates,
+    MixedRates,
+    MixedSteps,
+    UnexplainedRates,
+    UnknownState,
+)
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, saved_optimizers
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
@@ -112,10 +120,48 @@ def _read_in_each_step(state: Any) -> Iterator[int]:
     own = keys - _SHARED_KEYS
     if not any(key in own and own <= every for key, every in _FROM_BASE_RATES.items()):
         return
-    rates, last = items_of(child(state, "base_lrs")), items_of(child(state, "_last_lr"))
+    saved, last = child(state, "base_lrs"), items_of(child(state, "_last_lr"))
+    rates = items_of(saved)
     # MultiplicativeLR has the keys of LambdaLR. It steps without ``base_lrs``, and then has as many rates as groups.
-    if rates and (_BY_FUNCTION not in own or len(rates) == len(last)):
+    if saved is not None and (_BY_FUNCTION not in own or len(rates) == len(last)):
         yield len(rates)
+
+
+_EMPTY = (
+    "SequentialLR, ChainedScheduler, CyclicLR, LambdaLR and the schedules of transformers cannot load it, and others "
+    "start anew without an error"
+)
+
+
+def diagnose_empty_schedulers(folder: CheckpointFolder, home: Path) -> Iterator[UnknownState]:
+    """Yield the schedulers whose state is an empty dict, unless the script seems to save that.
+
+    Every scheduler of torch has a state, and a class of a script may have none: then it has none in the checkpoints
+    next to this one, in the folder ``home``, either.
+    """
+    schedulers = _states_of_schedulers(folder)
+    empty = [path for path, file in schedulers.items() if holds_no_tensor(file)]
+    if not empty:
+        return
+    near = [
+        _states_of_schedulers(scan_folder(path, wanted=lambda file: file.role is Role.SCHEDULER))
+        for _, _, path in neighbours(home)
+    ]
+    for path in empty:
+        are_empty = [holds_no_tensor(files[path]) for files in near if path in files]
+        if any(are_empty):
+            continue
+        yield (UnknownState if are_empty else EmptyState)(
+            path=path, holds="an empty dict", expected=Content.SCHEDULER.value, effect=_EMPTY
+        )
+
+
+def _states_of_schedulers(folder: CheckpointFolder) -> Mapping[PurePosixPath, TorchFile]:
+    return {
+        component.path: component.content
+        for component in folder.components
+        if component.role is Role.SCHEDULER and isinstance(component.content, TorchFile)
+    }
 
 
 class _Progress(NamedTuple):

@@ -182,7 +182,7 @@ def test_a_group_that_was_added_after_another_schedule_is_not_told(tmp_path: Pat
     first = Run(1, SCHEDULES["MultiplicativeLR"])
     loaded.schedulers[0].load_state_dict(first.schedulers[0].state_dict())
     loaded.step(1)
-    assert told(loaded.save(tmp_path / "of both")) == []
+    assert check(loaded.save(tmp_path / "of both")).status == 0
 
 
 def test_of_several_optimizers_none_may_fit(tmp_path: Path) -> None:
@@ -197,3 +197,94 @@ def test_of_several_optimizers_none_may_fit(tmp_path: Path) -> None:
     ]
     shutil.copy(root / "scheduler.bin", root / "scheduler_2.bin")
     assert told(root) == []
+
+
+def of_states(root: Path) -> list[str]:
+    return [f"{one.severity.value} {one}" for one in check(root).all_findings if one.code == "unknown-state"]
+
+
+def put(root: Path, **changes: Any) -> None:
+    """Change values of a scheduler's state."""
+    state = torch.load(root / "scheduler.bin", weights_only=True)
+    torch.save({**state, **changes}, root / "scheduler.bin")
+
+
+@pytest.mark.parametrize("name", sampled(list(SCHEDULES)))
+def test_an_empty_state_is_a_warning_where_the_checkpoint_next_to_it_has_a_state(
+    name: str, tmp_path: Path
+) -> None:
+    run = Run(1, SCHEDULES[name])
+    run.step(1)
+    root = run.save(tmp_path / "runs" / "checkpoint_0")
+    torch.save({}, root / "scheduler.bin")
+    sentence = "scheduler.bin: it holds an empty dict (expected a scheduler's state)"
+    assert of_states(root) == [f"note {sentence}"]
+    assert check(root).status == 0
+    run.step(1)
+    later = run.save(tmp_path / "runs" / "checkpoint_1")
+    assert of_states(root) == [f"warning {sentence}"]
+    assert of_states(later) == []
+    # A class of a script without a state saves none each time.
+    torch.save({}, later / "scheduler.bin")
+    assert of_states(root) == of_states(later) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_milestones": [2, 3]}, "with 2 schedulers and 2 milestones"),
+        ({"_schedulers": None}, "whose '_schedulers' is None"),
+        ({"_schedulers": [None, {}]}, "with None in '_schedulers'"),
+    ],
+)
+def test_what_no_sequence_of_schedules_continues_from_is_told(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    def make(optimizer: Any) -> Any:
+        parts = [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+    run = Run(1, make)
+    run.step(1)
+    root = run.save(tmp_path / "checkpoint")
+    assert of_states(root) == []
+    put(root, **change)
+    try:
+        goes_on = Run(1, make).goes_on(root)
+    except TypeError:
+        goes_on = False
+    assert not goes_on
+    assert of_states(root) == [
+        f"warning scheduler.bin: it holds a scheduler's state {words} (expected a scheduler's state)"
+    ]
+
+
+def test_a_state_with_fewer_schedules_than_its_sequence_is_told(tmp_path: Path) -> None:
+    run = Run(1, SCHEDULES["SequentialLR"])
+    run.step(3)
+    root = run.save(tmp_path / "checkpoint")
+    state = torch.load(root / "scheduler.bin", weights_only=True)
+    put(root, _schedulers=state["_schedulers"][:1])
+    resumed = Run(1, SCHEDULES["SequentialLR"])
+    resumed.accelerator.load_state(str(root))
+    assert resumed.schedulers[0].state_dict()["_schedulers"][1] != state["_schedulers"][1]
+    assert len(of_states(root)) == 1
+
+
+@pytest.mark.parametrize("key", ["max_lrs", "base_momentums"])
+def test_lists_of_a_cycle_with_different_lengths_are_told(key: str, tmp_path: Path) -> None:
+    run = Run(2, SCHEDULES["CyclicLR"])
+    run.step(1)
+    root = run.save(tmp_path / "checkpoint")
+    put(root, **{key: [0.1]})
+    assert not Run(2, SCHEDULES["CyclicLR"]).goes_on(root)
+    assert len(of_states(root)) == 1
+
+
+def test_base_rates_that_are_gone_are_told(tmp_path: Path) -> None:
+    run = Run(1, SCHEDULES["CosineAnnealingWarmRestarts"])
+    run.step(1)
+    root = run.save(tmp_path / "checkpoint")
+    put(root, base_lrs=[])
+    assert not Run(1, SCHEDULES["CosineAnnealingWarmRestarts"]).goes_on(root)
+    assert len(told(root)) == 1

@@ -390,11 +390,14 @@ def test_no_scheduler_is_blamed(scheduler: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", [[1], (1,), 3, None, torch.ones(1)], ids=repr)
 def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(state: Any, tmp_path: Path) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
-    for name, kind in ((SCHEDULER, "scheduler"), (OPTIMIZER, "optimizer")):
+    for name, problem in (
+        (SCHEDULER, "torch's schedulers cannot continue from it"),
+        (OPTIMIZER, "torch's optimizers cannot load it"),
+    ):
         torch.save(state, root / name)
         (finding,) = (one for one in check(root).findings if one.path.name == name)
         assert finding.code == "unknown-state"
-        assert finding.advice.startswith(f"torch's {kind}s cannot load it: ")
+        assert finding.advice.startswith(f"{problem}: ")
         assert finding.advice.endswith("Where a class of your own reads it, ignore this")
     assert loads(root) != "right"
     assert latest_checkpoint(tmp_path) == root

@@ -76,6 +76,13 @@ class UnknownState(Finding):
         return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyState(UnknownState):
+    """An empty dict as a scheduler's state, where no checkpoint next to this one shows whether it has one."""
+
+    severity = Severity.NOTE
+
+
 def _of_state(place: str, holds: str, expected: str, exchanged_with: str) -> str:
     partner = f"; it was exchanged with {exchanged_with}" if exchanged_with else ""
     return f"{place}: it holds {holds} (expected {expected}){partner}"
