@@ -117,7 +117,7 @@ class Weights:
     ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
     number. ``is_of_trainer``: in a folder of the Trainer. ``are_of_file``: in the file of the optimizer itself.
     ``are_trained``: they may be the trained ones alone. ``are_converted``: parameters may have other shapes, with as
-    many elements.
+    many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -129,6 +129,7 @@ class Weights:
     are_of_file: bool = False
     are_trained: bool = False
     are_converted: bool = False
+    are_adapter: bool = False
 
     def why_not_compared(self, saved: SavedOptimizer) -> str:
         """Return why an optimizer is not fully compared with these weights, "" where it is."""
@@ -451,6 +452,7 @@ def _weights_of(
         + sum(max(in_format.total() for in_format in formats.values()) for formats in families.values()),
         is_of_trainer=is_of_trainer,
         are_converted=is_of_trainer and any(map(_is_converted, own)),
+        are_adapter=is_of_trainer and any(map(_is_adapter, own)),
         is_complete=(
             folder.only is None
             and (folder.is_save_state or (is_of_trainer and all(map(_is_as_trained, own))))
@@ -756,7 +758,8 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
     numbers = [sum(map(prod, shapes.elements())) for shapes in (moments, weights.counts)]
     if weights.are_converted and numbers[0] <= numbers[1]:
         return  # conversions keep the number of elements; frozen parameters have no moments
-    count = len(every) if one.is_named else len(set(one.parameters))
+    listed = every if one.is_named else dict.fromkeys(one.parameters)
+    count = sum(1 for name in listed if one.states.get(name) or not weights.are_adapter)
     surplus: tuple[tuple[Shape, int, int], ...] = ()
     if one.is_plain and not lost_shapes and count <= weights.tensors:
         # Parameters that share their memory have one tensor in safetensors. Moments of another run also leave weights

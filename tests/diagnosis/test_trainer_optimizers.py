@@ -24,13 +24,14 @@ def run(output: Path, model: Any, **arguments: Any) -> Path:
     """Train two steps and return the checkpoint, or resume from one and train on."""
     from transformers import Trainer, TrainingArguments
 
-    resumed = arguments.pop("resumed", None)
+    resumed, make_optimizer = arguments.pop("resumed", None), arguments.pop("make_optimizer", None)
     data = [{"input_ids": torch.arange(6) + i, "labels": torch.arange(6)} for i in range(8)]
     options = TrainingArguments(
         str(output), save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         disable_tqdm=True, **{"max_steps": 2, **arguments},
     )  # fmt: skip
-    Trainer(model, options, train_dataset=data).train(resume_from_checkpoint=resumed)
+    optimizers = (make_optimizer(model), None) if make_optimizer is not None else (None, None)
+    Trainer(model, options, train_dataset=data, optimizers=optimizers).train(resume_from_checkpoint=resumed)
     return output / "checkpoint-2"
 
 
@@ -88,6 +89,11 @@ def prefix() -> Any:
     return get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
+def of_every_parameter(model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that lists frozen parameters, too, as GaLore and LOMO do."""
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 class WithValueHead(torch.nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -114,6 +120,10 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "lora and a module": (lambda: lora(modules_to_save=["lm_head"]), {}),
     "lora of embeddings": (lambda: lora(target_modules=["q_proj", "embed_tokens"]), {}),
     "dora": (lambda: lora(use_dora=True), {}),
+    "lora in an optimizer of the whole model": (
+        lora,
+        {"make_optimizer": of_every_parameter},
+    ),
     "prefix": (prefix, {}),
     "value head": (WithValueHead, {}),
     "fused": (llama, {"optim": "adamw_torch_fused"}),
