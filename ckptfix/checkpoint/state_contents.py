@@ -89,6 +89,7 @@ _GENERATORS = {
 
 _WORDS_OF_PYTHON = 625
 _WORDS_OF_NUMPY = 624
+_INT32 = 1 << 31
 _LEAST_OF_TORCH = 5048
 """torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
 
@@ -449,6 +450,12 @@ def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: st
     values = items_of(state)
     is_of_numpy = len(values) in (3, 5) and type(values[0]) is Text and values[0].value == "MT19937"
     is_of_numpy = is_of_numpy and _length_of_array(values[1]) in (None, _WORDS_OF_NUMPY)
+    # Its position, whether a normal number is kept, and that number. numpy's own scalars are calls.
+    is_of_numpy = is_of_numpy and all(
+        type(value) is Node or (type(value) in (int, float, bool) and abs(value) < _INT32)
+        for value in values[2:4]
+    )
+    is_of_numpy = is_of_numpy and all(type(value) in (Node, int, float, bool) for value in values[4:])
     # A script that replaced numpy's global bit generator saves a dict.
     if not is_of_numpy and child(state, "bit_generator") is None:
         return f"random states whose {numpy!r} is not a state of numpy's generator"

@@ -514,6 +514,10 @@ SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "numpy: 3 words": lambda saved: {
         OF_NUMPY: (saved[OF_NUMPY][0], saved[OF_NUMPY][1][:3].copy(), *saved[OF_NUMPY][2:])
     },
+    "numpy: no position": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:2], None, 0, 0.0)},
+    "numpy: large position": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:2], 1 << 31, 0, 0.0)},
+    "numpy: text": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:3], "0", 0.0)},
+    "numpy: no normal number": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:4], None)},
     "numpy: {}": lambda saved: {OF_NUMPY: {}},
     "torch: None": lambda saved: {OF_TORCH: None},
     "torch: floats": lambda saved: {OF_TORCH: saved[OF_TORCH].float()},
@@ -525,6 +529,7 @@ HEALTHY_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "lists": lambda saved: {OF_PYTHON: list(saved[OF_PYTHON]), OF_NUMPY: list(saved[OF_NUMPY])},
     "gauss": lambda saved: {OF_PYTHON: (*saved[OF_PYTHON][:2], 0.5)},
     "numpy without gauss": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:3]},
+    "numpy of floats": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:2], 9.0, True, 1)},
     "numpy as a dict": lambda saved: {OF_NUMPY: numpy.random.RandomState(5).get_state(legacy=False)},
 }
 
