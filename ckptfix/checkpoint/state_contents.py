@@ -90,6 +90,7 @@ _GENERATORS = {
 _WORDS_OF_PYTHON = 625
 _WORDS_OF_NUMPY = 624
 _INT32 = 1 << 31
+_UINT64 = 1 << 64
 _LEAST_OF_TORCH = 5048
 """torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
 
@@ -442,7 +443,7 @@ def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: st
         type(values[0]) is int
         and type(values[1]) is tuple
         and len(values[1]) == _WORDS_OF_PYTHON
-        and all(type(word) is int for word in values[1])
+        and all(type(word) is int and 0 <= word < _UINT64 for word in values[1])
         and (values[2] is None or type(values[2]) in (int, float))
     ):
         return f"random states whose {python!r} is not a state of Python's generator"

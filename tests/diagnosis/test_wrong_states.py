@@ -508,6 +508,8 @@ SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "python: []": lambda saved: {OF_PYTHON: []},
     "python: short": lambda saved: {OF_PYTHON: (3, saved[OF_PYTHON][1][:624], None)},
     "python: floats": lambda saved: {OF_PYTHON: (3, tuple(map(float, saved[OF_PYTHON][1])), None)},
+    "python: negative": lambda saved: {OF_PYTHON: (3, (-1, *saved[OF_PYTHON][1][1:]), None)},
+    "python: large": lambda saved: {OF_PYTHON: (3, (1 << 64, *saved[OF_PYTHON][1][1:]), None)},
     "python: list": lambda saved: {OF_PYTHON: (3, list(saved[OF_PYTHON][1]), None)},
     "numpy: None": lambda saved: {OF_NUMPY: None},
     "numpy: short": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:1]},
