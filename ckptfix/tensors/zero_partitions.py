@@ -262,6 +262,9 @@ def _version(value: object) -> tuple[int, ...]:
 def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
     """Return the partitions in a file of a rank's optimizer. Raises FormatError when it has none."""
     states = child(file.tree.root, "optimizer_state_dict")
+    if states is file.tree.root:
+        # zero_to_fp32 takes a second optimizer_state_dict out of the first, and then looks for the first.
+        raise FormatError("its optimizer_state_dict is the dict that it is in")
     by_group, by_parameter = (
         child(states, "single_partition_of_fp32_groups"),
         child(states, "fp32_flat_groups"),
@@ -342,7 +345,9 @@ def _is_dealt(config: object) -> bool:
 def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
     visits = Visits()
     for group in items_of(node):
-        if not visits.first(group):  # a million references to one dict of a million names would never end
+        if not (
+            is_dict_like(group) and visits.first(group)
+        ):  # a million references to one dict of a million names would never end
             raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
         yield _shapes(group, kinds)
 

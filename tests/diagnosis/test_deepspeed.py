@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -360,6 +361,8 @@ def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[s
     for kind in kinds:
         made = [{name: kind(shape) for name, shape in shapes.items()}]
         yield f"shapes {kind.__name__}", {**states, "param_shapes": made}, "of 'a.weight' is not a shape"
+    made = [OrderedDict, shapes]
+    yield "shapes of a class", {**states, "param_shapes": made}, "param_shapes is not a list of dicts"
     tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
     yield "frozen", {**states, "frozen_param_shapes": tuples}, "of 'frozen.bias' is not a shape"
     yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"
@@ -396,6 +399,9 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
     without = {key: value for key, value in optimizer.items() if key != "partition_count"}
     yield "no count", without, "partition_count is missing"
     yield "fewer", {**optimizer, "partition_count": [1]}, "files of optimizer states of 2 ranks, 1 saved it"
+    itself = dict(optimizer)
+    itself["optimizer_state_dict"] = itself
+    yield "itself", itself, "its optimizer_state_dict is the dict that it is in"
     rows = [flat.detach().view(1, -1) for flat in optimizer[flats]]
     yield "rows", {**optimizer, flats: rows}, "is not a plain tensor of one dimension"
 
@@ -422,7 +428,8 @@ def edited(request: pytest.FixtureRequest, tmp_path: Path) -> dict[Path, str]:
         states = torch.load(first, weights_only=False)
         for name, value, words in make_edits(states):
             root = Path(shutil.copytree(source, tmp_path / part / name))
-            changed = value if part == "model" else {**states, "optimizer_state_dict": value}
+            is_whole = part == "model" or "optimizer_state_dict" in value
+            changed = value if is_whole else {**states, "optimizer_state_dict": value}
             torch.save(changed, root / "pytorch_model" / first.name)
             made[root] = words
     return made
