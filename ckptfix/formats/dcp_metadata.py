@@ -176,6 +176,11 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
             raise BeyondLimits(
                 f"it names {f'{module}.{name}'!r:.200}, which torch up to 2.13 does not write there"
             )
+    for words in tree.refused_opcodes:
+        module, _, name = words.partition(" on ")[2].rpartition(".")
+        if _is_known(module, name):
+            # Such as APPEND on a StorageMeta: no class of torch takes items there.
+            raise FormatError(f"the pickle has the opcode {words}, so pickle.load fails")
     if not is_instance(tree.root, "Metadata"):
         raise FormatError("a pickle, but none of torch.distributed.checkpoint: no Metadata at its root")
     try:

@@ -361,8 +361,8 @@ def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[s
     for kind in kinds:
         made = [{name: kind(shape) for name, shape in shapes.items()}]
         yield f"shapes {kind.__name__}", {**states, "param_shapes": made}, "of 'a.weight' is not a shape"
-    made = [OrderedDict, shapes]
-    yield "shapes of a class", {**states, "param_shapes": made}, "param_shapes is not a list of dicts"
+    mixed: list[Any] = [OrderedDict, shapes]
+    yield "shapes of a class", {**states, "param_shapes": mixed}, "param_shapes is not a list of dicts"
     tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
     yield "frozen", {**states, "frozen_param_shapes": tuples}, "of 'frozen.bias' is not a shape"
     yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"

@@ -89,6 +89,14 @@ def with_a_number_in_the_path(data: bytes) -> bytes:
     return data[:at] + b"\x8a\x04" + data[at + 2 :]
 
 
+def with_an_item_of_an_object(data: bytes) -> bytes:
+    """Let the state of the StorageMeta be appended to it: pickle.load finds no method ``append``."""
+    opcodes = list(pickletools.genops(data))
+    first = next(number for number, (_, arg, _) in enumerate(opcodes) if arg == "save_id")
+    at = next(at for opcode, _, at in opcodes[first:] if opcode.name == "BUILD" and at is not None)
+    return data[:at] + b"a" + data[at + 1 :]
+
+
 METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown dtype": (replaced(b"\x8c\x05int64", b"\x8c\x05int66"), "unchecked-file"),
     "an unknown class": (replaced(b"_StorageInfo", b"_StorageInfp"), "unchecked-file"),
@@ -98,6 +106,7 @@ METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an item in an item": (edited(an_item_in_an_item), "malformed-file"),
     "a number in the path of the save": (with_a_number_in_the_path, "malformed-file"),
     "a buffer": (with_a_buffer, "malformed-file"),
+    "an item of an object": (with_an_item_of_an_object, "malformed-file"),
     "no storage_data": (replaced(b"storage_data", b"storage_dat_"), "malformed-file"),
 }
 
