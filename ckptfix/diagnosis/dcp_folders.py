@@ -407,6 +407,15 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
         )
     judged = [(_reference(unit), unit) for unit in units.values() if unit]
     evident = _evident([place for unit in units.values() for place in unit], processes)
+    for reference, unit in judged:
+        models = [frozenset(place.scope.names) for place in unit if place.scope.kind == STATE_DICT]
+        optimizers = [place for place in unit if place.scope.kind != STATE_DICT and place.scope.chain]
+        if any(
+            _is_own_doing(place, reference)
+            and not any(names.issuperset(place.scope.names) for names in models)
+            for place in optimizers
+        ):
+            evident = {place: words for place, words in evident.items() if place not in unit}
     # All get the same keys: renamed differently, equal models would look like copies afterwards.
     nested = [(reference, unit) for reference, unit in judged if is_nested(reference.scope.chain)]
     to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
@@ -545,9 +554,10 @@ def _is_own_doing(place: _Place, reference: _Place) -> bool:
     """Return whether a custom script may have saved names with this difference, and reads them again.
 
     ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does
-    not. Accelerate saves the model and the optimizer by functions that agree.
+    not. A ``module.`` that it leaves is a module of the model. Accelerate saves the model and the optimizer by
+    functions that agree.
     """
-    return reference.state.name is None and not place.scope.chain and reference.scope.chain == DDP_CHAIN
+    return reference.state.name is None and reference.scope.chain == (*DDP_CHAIN, *place.scope.chain)
 
 
 def _public(chain: tuple[str, ...]) -> tuple[str, ...]:

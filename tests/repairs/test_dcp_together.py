@@ -77,6 +77,21 @@ def test_a_model_that_lies_flat_beside_other_things(tmp_path: Path, keys: Keys, 
     assert snapshot(folder) == before
 
 
+def test_a_module_of_the_model_that_torch_leaves_in_the_names_of_the_optimizer(tmp_path: Path) -> None:
+    """As of ``DDP(Holder(net))``: ``get_optimizer_state_dict`` takes off the ``module.`` of DDP, and no other."""
+    save(tmp_path, {"model": weights(TWICE), "optimizer": optimizer("module.")})
+    before = snapshot(tmp_path)
+    assert codes(tmp_path) == ["wrapper-prefix"]
+    assert (check(tmp_path).status, repair(tmp_path).steps) == (0, ())
+    assert snapshot(tmp_path) == before
+
+
+def test_an_average_in_fewer_wrappers_shows_no_module_of_the_model(tmp_path: Path) -> None:
+    state = {"model": weights(TWICE), "average": weights("module.", 5.0), "optimizer": optimizer(TWICE)}
+    save(tmp_path, state)
+    assert codes(tmp_path).count("nested-prefix") == 3
+
+
 def test_a_flat_model_without_wrapper_gets_none_between_foreign_keys(tmp_path: Path) -> None:
     folder = tmp_path / "step-5"
     save(folder, {**weights(""), "step": 5, "optimizer": optimizer("")})
