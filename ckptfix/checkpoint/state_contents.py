@@ -369,20 +369,25 @@ def problem_of_optimizer(root: object) -> str:
         return f"an optimizer whose 'state' is {_noun(state)}"
     if not _is_list(groups):
         return f"an optimizer whose 'param_groups' are {_noun(groups)}" if _is_plain(groups) else ""
-    if not items_of(groups) and any(type(key) is int for key, _ in pairs(state)):
-        return "an optimizer with moments and no param groups"
     visits = Visits()
+    lists_any = False
     for number, group in enumerate(items_of(groups)):
         # A few bytes can refer to one long group again and again.
         if type(group) is Node and not visits.first(group):
             continue
         if not _is_plain(group):
+            lists_any = True
             continue
         members = child(group, "params")
         if members is None:
             return f"an optimizer whose param group {number} has no 'params'"
         if type(members) in (int, float, bool):
             return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
+        lists_any = lists_any or not _is_list(members) or bool(items_of(members))
+    if not lists_any and any(type(key) is int for key, _ in pairs(state)):
+        return (
+            f"an optimizer with moments and no {'parameter in its ' if items_of(groups) else ''}param groups"
+        )
     return ""
 
 

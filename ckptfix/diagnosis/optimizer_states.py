@@ -562,16 +562,20 @@ def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
     shared = tuple(name for name, count in groups_of.items() if count > 1)
     repeated = () if one.is_named else tuple(_repeated(one.groups))
     unlisted = tuple(name for name in one.states if name not in counts) if counts and not one.is_named else ()
+    # FSDP's rekey_optim_state_dict numbers parameters as the module does: group after group may go down, no group does.
+    groups = () if one.is_named or shared or unlisted or not one.values else one.groups
+    unordered = tuple(str(number) for number, group in enumerate(groups) if not _is_ascending(group))
     # torch restores what a class of its own keeps under another string, such as "global".
     strangers = tuple(key for key in one.strangers if key.isdecimal() or not one.states)
     # Several optimizers in one dict number their groups from 0 each, and have moments under strings such as "1.0".
     is_merged = bool(shared and strangers) and not (one.states or any(map(str.isdecimal, strangers)))
-    if (shared and not is_merged) or repeated or unlisted or (strangers and not is_merged):
+    if (shared and not is_merged) or repeated or unlisted or unordered or (strangers and not is_merged):
         yield InconsistentGroups(
             path=one.path,
             shared=shared,
             unlisted=unlisted,
             repeated=repeated,
+            unordered=unordered,
             strangers=strangers,
             is_named=one.is_named,
         )
@@ -595,6 +599,12 @@ def _repeated(groups: Iterable[Sequence[str]]) -> Iterator[str]:
         last = {name: str(start + position) for position, name in enumerate(group)}
         yield from (name for name, count in Counter(group).items() if count > 1 and name != last[name])
         start += len(group)
+
+
+def _is_ascending(group: Sequence[str]) -> bool:
+    """Return whether the numbers of a group ascend. The last position of a parameter that was passed twice counts."""
+    last_first = [int(name) for name in dict.fromkeys(reversed(group))]
+    return last_first == sorted(last_first, reverse=True)
 
 
 def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:

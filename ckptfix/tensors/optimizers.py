@@ -114,6 +114,17 @@ class OptimizerState:
             shapes={names.get(name, name): shape for name, shape in self.shapes.items()},
         )
 
+    def by_position(self) -> "OptimizerState":
+        """Return a numbered state under the positions of its parameters, which torch's load goes by.
+
+        A parameter in no param group keeps its number, and is told apart from the parameter of that position.
+        """
+        listed = (name for group in self.groups for name in group.names)
+        positions = {name: str(position) for position, name in enumerate(listed)}
+        taken = {*positions.values()}
+        names = {name: f"{name} (in no param group)" for name in self.states if name in taken}
+        return replace(self.named({**names, **positions}), is_named=False)
+
     def started(
         self, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()
     ) -> "OptimizerState":

@@ -1,7 +1,8 @@
 """The optimizers of two checkpoints paired parameter by parameter, whatever strategies saved them.
 
 FSDP and DeepSpeed name parameters. DDP and the Trainer number them: numbers become names where the checkpoint records
-them, or where the other side has names and a model says the order. Two optimizers without names are compared by number.
+them, or where the other side has names and a model says the order. Two optimizers without names are compared by
+position in their param groups, as torch loads them, or by number where torch refuses groups of other sizes.
 A state of one element, such as ``step``, is a tensor with one strategy and a number with another, so its number is
 compared; so are hyperparameters, for each parameter, as param groups are not the same in every strategy.
 """
@@ -197,7 +198,9 @@ def _named(
         return _with_names(one, a, model, may_build=both), _with_names(other, b, model, may_build=both), ""
     except OperationError:
         if not (a.is_named or b.is_named):
-            return a, b, "parameters matched by number, as nothing names them"
+            if _group_sizes(a) != _group_sizes(b):
+                return a, b, "parameters matched by number, as nothing names them"
+            return a.by_position(), b.by_position(), "parameters matched by position, as nothing names them"
         named, numbered = (a, b) if a.is_named else (b, a)
         if (ordered := _in_order_of(named, numbered)) is None:
             raise
@@ -210,7 +213,7 @@ def _in_order_of(named: OptimizerState, numbered: OptimizerState) -> OptimizerSt
 
     None where the groups have other numbers of parameters, or moments of other shapes.
     """
-    if [len(group.names) for group in named.groups] != [len(group.names) for group in numbered.groups]:
+    if _group_sizes(named) != _group_sizes(numbered):
         return None
     names = {
         number: name
@@ -222,6 +225,10 @@ def _in_order_of(named: OptimizerState, numbered: OptimizerState) -> OptimizerSt
         if None not in shapes and shapes[0] != shapes[1]:
             return None
     return numbered.named(names)
+
+
+def _group_sizes(state: OptimizerState) -> list[int]:
+    return [len(group.names) for group in state.groups]
 
 
 def _with_names(

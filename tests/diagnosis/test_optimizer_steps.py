@@ -448,6 +448,75 @@ def test_a_group_that_lists_a_number_twice(checkpoint: Path) -> None:
     assert optimizer.state[model[0].bias] == {}
 
 
+def test_numbers_of_a_group_in_another_order(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    assert found(root) == []
+    rewrite(root / "optimizer.bin", lambda state: state["param_groups"][0].update(params=[2, 3, 0, 1]))
+    assert found(root) == [
+        "inconsistent-groups: optimizer.bin: param group 0 lists parameters out of order (expected ascending numbers)"
+    ]
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    loaded = torch.optim.AdamW(model.parameters())
+    loaded.load_state_dict(torch.load(root / "optimizer.bin"))
+    swapped = [loaded.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    assert all(map(torch.equal, swapped, moments[2:] + moments[:2]))
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1], [0, 1, 0]])
+def test_a_parameter_twice_in_a_group_is_numbered_by_its_last_position(
+    order: list[int], tmp_path: Path
+) -> None:
+    model = net()
+    parameters = list(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = torch.optim.AdamW(
+            [{"params": [parameters[place] for place in order]}, {"params": parameters[2:]}]
+        )
+    step(model, optimizer)
+    assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
+
+
+def test_fsdp_numbers_parameters_as_the_module_does(checkpoint: Path) -> None:
+    """``FullyShardedDataParallel.rekey_optim_state_dict`` by number leaves ``[[2], [0, 1, 3]]``, and torch loads it."""
+
+    def rekey(state: dict[str, Any]) -> None:
+        state["state"] = {(number + 2) % 6: states for number, states in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [(number + 2) % 6 for number in group["params"]]
+
+    rewrite(checkpoint / "optimizer.bin", rekey)
+    groups = [group["params"] for group in torch.load(checkpoint / "optimizer.bin")["param_groups"]]
+    assert groups == [[2, 3, 4, 5], [0, 1]]
+    assert not fails(MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin"))
+    assert found(checkpoint) == []
+
+
+def test_groups_that_list_no_parameter(tmp_path: Path) -> None:
+    model = net()
+    empty_first = torch.optim.AdamW([{"params": []}, {"params": model.parameters()}])
+    step(model, empty_first)
+    healthy = save(tmp_path / "healthy", [model], [empty_first])
+    assert found(healthy) == []
+    assert found(save(tmp_path / "bare", [model], [torch.optim.AdamW([{"params": []}])])) == []
+    rewrite(healthy / "optimizer.bin", lambda state: state["param_groups"][1].update(params=[]))
+    assert fails(
+        lambda model: torch.optim.AdamW([{"params": []}, {"params": model.parameters()}]),
+        torch.load(healthy / "optimizer.bin"),
+    )
+    (finding,) = check(healthy).findings
+    assert str(finding) == (
+        "optimizer.bin: it holds an optimizer with moments and no parameter in its param groups (expected an "
+        "optimizer's state)"
+    )
+
+
 def test_moments_under_a_string_are_dropped(checkpoint: Path) -> None:
     rewrite(checkpoint / "optimizer.bin", lambda state: state["state"].update({"1": state["state"].pop(1)}))
     assert found(checkpoint) == [

@@ -103,10 +103,35 @@ def test_numbers_are_compared_with_numbers(saved: Path, tmp_path: Path) -> None:
     report = diff(a, b)
     assert (report.status, report.optimizers[0].names) == (
         0,
-        "parameters matched by number, as nothing names them",
+        "parameters matched by position, as nothing names them",
     )
     torch.save(torch.load(b / "optimizer.bin", weights_only=True), b / "optimizer.bin")
     assert diff(a / "optimizer.bin", b / "optimizer.bin").verdict == "equal"
+
+
+def test_numbers_in_another_order_are_compared_as_torch_loads_them(saved: Path, tmp_path: Path) -> None:
+    def renumber(state: dict[str, Any]) -> None:
+        last = sum(len(group["params"]) for group in state["param_groups"]) - 1
+        state["state"] = {last - number: states for number, states in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [last - number for number in group["params"]]
+
+    def reverse(state: dict[str, Any]) -> None:
+        state["param_groups"][0]["params"].reverse()
+
+    a = make_ddp(tmp_path / "a", saved)
+    assert diff(a, make_ddp(tmp_path / "same", saved, renumber)).verdict == "equal"
+    moved = make_ddp(tmp_path / "moved", saved, reverse)
+    first = [torch.load(folder / "optimizer.bin", weights_only=True) for folder in (a, moved)]
+    moments = []
+    for state in first:
+        model = Net()
+        optimizer = torch.optim.AdamW(groups(model))
+        optimizer.load_state_dict(state)
+        moments.append(optimizer.state[groups(model)[0]["params"][0]]["exp_avg"])
+    assert moments[0].shape != moments[1].shape or not torch.equal(*moments)
+    assert diff(a, moved).status == 1
+    assert verify(a, against=moved).status == 1
 
 
 def moment(state: dict[str, Any]) -> None:
@@ -264,7 +289,7 @@ def test_the_command_line_says_it(saved: Path, tmp_path: Path, capsys: pytest.Ca
     a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, hyperparameter)
     assert run(["diff", str(a), str(b)]) == 1
     said = capsys.readouterr().out
-    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by number" in said
+    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position" in said
     assert "betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B ('3', '4', '5')" in said
     assert "different: 8 equal in bytes; optimizers: 12 equal in bytes, 69 of 72 values equal" in said
 
@@ -332,7 +357,8 @@ def test_the_page_shows_optimizers(saved: Path, tmp_path: Path) -> None:
 
     page = html_page(diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, both)))
     assert (
-        "<h2>optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by number" in page
+        "<h2>optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position"
+        in page
     )
     assert "1.exp_avg_sq" in page
     assert "<li>betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B" in page

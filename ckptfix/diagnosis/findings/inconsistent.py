@@ -111,8 +111,8 @@ class InconsistentGroups(OptimizerFinding):
     """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them have.
 
     ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one of them lists
-    twice. ``strangers``: strings that moments are stored under, where groups have numbers, or numbers where groups have
-    strings: ``is_named``.
+    twice. ``unordered``: groups whose numbers do not ascend. ``strangers``: strings that moments are stored under,
+    where groups have numbers, or numbers where groups have strings: ``is_named``.
     """
 
     code = "inconsistent-groups"
@@ -120,12 +120,13 @@ class InconsistentGroups(OptimizerFinding):
     action = Action.TELL
     meaning = (
         "two param groups of an optimizer have the same parameter, or moments belong to a parameter that no param "
-        "group has"
+        "group has, or the numbers of a group are out of order"
     )
 
     shared: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    unordered: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
     is_named: bool = False
 
@@ -135,6 +136,11 @@ class InconsistentGroups(OptimizerFinding):
             said.append(f"two param groups have {_parameters(self.shared)}")
         if self.repeated:
             said.append(f"a param group lists {_parameters(self.repeated)} twice")
+        if self.unordered:
+            groups, lists = ("param group", "lists") if len(self.unordered) == 1 else ("param groups", "list")
+            said.append(
+                f"{groups} {_listed(self.unordered)} {lists} parameters out of order (expected ascending numbers)"
+            )
         if self.unlisted:
             said.append(f"it has moments of {_parameters(self.unlisted)}, which no param group has")
         if self.strangers:
@@ -147,6 +153,12 @@ class InconsistentGroups(OptimizerFinding):
     @property
     def advice(self) -> str:
         """Advice to use another file: a load gives moments to other parameters, or drops them."""
+        if self.unordered and not (self.repeated or self.strangers):
+            return (
+                "torch saves no such optimizer. A load gives the moments of the first number to the first parameter of "
+                "the group, and so on: copy the file again from where it came, or resume from an older checkpoint. If "
+                "a script put the numbers into this order for another model, ignore this"
+            )
         is_shifted = self.shared or self.repeated
         effect = "gives moments to the wrong parameters" if is_shifted else "drops these moments"
         return (
