@@ -8,7 +8,8 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
   Its next step adds 1 to ``last_epoch`` and ``_step_count``, whatever they are. SequentialLR loads fewer states than it
   has schedulers, and starts the others anew.
 - ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
-  Python, numpy, torch and its devices. The Trainer fails.
+  Python, numpy, torch and its devices. The Trainer fails. The step becomes that of the Accelerator, whatever it is:
+  ``accumulate`` adds 1 to it, and steps the optimizer where a division leaves no rest.
 - ``GradScaler.load_state_dict`` refuses whatever has no ``scale``; a disabled one saves, and loads, an empty dict.
 - ``Module.load_state_dict`` refuses whatever is not a dict with strings as keys, and keys that the module lacks.
   ``from_pretrained`` and the Trainer pass over unknown keys, and leave the weights random without an error. A module
@@ -17,7 +18,7 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and optimizers refuses them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
@@ -87,12 +88,17 @@ _GENERATORS = {
 }
 """Keys under which random states have those of Python, numpy, and torch on the CPU and on CUDA devices."""
 
+_VERSIONS_OF_PYTHON = (2, 3)
 _WORDS_OF_PYTHON = 625
 _WORDS_OF_NUMPY = 624
 _INT32 = 1 << 31
+_UINT32 = 1 << 32
 _UINT64 = 1 << 64
-_LEAST_OF_TORCH = 5048
+_SIZES_OF_TORCH = (5048, 5056)
 """torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
+
+_SIZES_OF_CUDA = (8, 16, 808, 816)
+"""A CUDA generator takes a seed with or without an offset; up to torch 1.13 it wrote 800 unused bytes before them."""
 
 _BY_ROLE = {
     Role.OPTIMIZER: Content.OPTIMIZER,
@@ -108,13 +114,15 @@ class StateProblem(NamedTuple):
     """The content of a state file that is not what its name promises.
 
     ``holds``: the content in words. ``content``: its kind, None for one that a class of a script's own might load.
-    ``remedy``: how to save the right content, "" where only another file helps.
+    ``remedy``: how to save the right content, "" where only another file helps. ``effect``: the consequence for a
+    load, "" where it is that of any other wrong content.
     """
 
     expected: Content
     holds: str
     content: Content | None
     remedy: str = ""
+    effect: str = ""
 
 
 NO_TENSORS = StateProblem(Content.MODEL, "no tensors", None)
@@ -289,7 +297,9 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
             problem = _problem_of_scheduler(root)
         elif expected in _GENERATORS:
             problem = _problem_of_random_states(file.tree, *_GENERATORS[expected])
-        return StateProblem(expected, problem, None) if problem else None
+        if problem:
+            return StateProblem(expected, problem, None)
+        return _problem_of_step(file.tree) if expected is Content.RANDOM_STATES else None
     if expected in _NESTED and (wrapper := _wrapper_of(expected, root)):
         return StateProblem(expected, wrapper, None)
     if expected in _NESTED and _is_inside(expected, root):
@@ -301,6 +311,9 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     is_dict = is_dict_like(root)
     keys = [key.value if type(key) is Text else "" for key, _ in pairs(root)]
     is_empty = is_dict and not keys
+    if expected is Content.RANDOM_STATES and keys == ["step"]:
+        # ``migrate`` gives a process that the saving run did not have the step alone, and no random states.
+        return _problem_of_step(file.tree)
     if (
         # What an object of a class is, its class alone knows.
         not _is_plain(root)
@@ -309,8 +322,6 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
         # Lookahead saves "fast_state" and "slow_state" with the groups.
         or (expected is Content.OPTIMIZER and "param_groups" in keys and len(keys) > 1)
         or (expected is Content.GRAD_SCALER and is_empty)
-        # ``migrate`` gives a process that the saving run did not have the step alone, and no random states.
-        or (expected is Content.RANDOM_STATES and keys == ["step"])
     ):
         return None
     holds = _in_words(expected, root) if is_dict and not is_empty else _noun(root)
@@ -443,52 +454,106 @@ that had fewer param groups loads, steps, and saves two lengths.
 
 def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:
     """Return which generator cannot take its state under one of these keys, "" where all can."""
-    values = items_of(child(tree.root, python))
-    if len(values) != 3 or not (
-        type(values[0]) is int
-        and type(values[1]) is tuple
-        and len(values[1]) == _WORDS_OF_PYTHON
-        and all(type(word) is int and 0 <= word < _UINT64 for word in values[1])
-        and (values[2] is None or type(values[2]) in (int, float))
-    ):
+    if not _is_of_python(child(tree.root, python)):
         return f"random states whose {python!r} is not a state of Python's generator"
-    state = child(tree.root, numpy)
-    values = items_of(state)
-    is_of_numpy = len(values) in (3, 5) and type(values[0]) is Text and values[0].value == "MT19937"
-    is_of_numpy = is_of_numpy and _length_of_array(values[1]) in (None, _WORDS_OF_NUMPY)
-    # Its position, whether a normal number is kept, and that number. numpy's own scalars are calls.
-    is_of_numpy = is_of_numpy and all(
-        type(value) is Node or (type(value) in (int, float, bool) and abs(value) < _INT32)
-        for value in values[2:4]
-    )
-    is_of_numpy = is_of_numpy and all(type(value) in (Node, int, float, bool) for value in values[4:])
-    # A script that replaced numpy's global bit generator saves a dict.
-    if not is_of_numpy and child(state, "bit_generator") is None:
+    if not _is_of_numpy(child(tree.root, numpy)):
         return f"random states whose {numpy!r} is not a state of numpy's generator"
     known = storages(tree)
-    if not _has_bytes(child(tree.root, cpu), _LEAST_OF_TORCH, known):
+    if not _has_bytes(child(tree.root, cpu), _SIZES_OF_TORCH, known):
         return f"random states whose {cpu!r} is not a state of torch's generator"
     # The Trainer saves a single device's state without a list.
     devices = child(tree.root, cuda)
     members = items_of(devices) if _is_list(devices) else () if devices is None else (devices,)
-    if not all(_has_bytes(member, 1, known) for member in members):
+    if not all(_has_bytes(member, _SIZES_OF_CUDA, known) for member in members):
         return f"random states whose {cuda!r} is not a state of CUDA generators"
     return ""
 
 
-def _length_of_array(value: object) -> int | None:
-    """Return the length of a numpy array of one dimension, None for anything else."""
-    state = items_of(value.states[0]) if type(value) is Node and _is_array(value) and value.states else ()
+def _is_of_python(state: object) -> bool:
+    """Return whether ``random.setstate`` takes a state, and ``random.gauss`` can go on with it."""
+    values = items_of(state)
+    if len(values) != 3 or type(values[0]) is not int or values[0] not in _VERSIONS_OF_PYTHON:
+        return False
+    version, words, gauss = values
+    if (
+        type(words) is not tuple
+        or len(words) != _WORDS_OF_PYTHON
+        or any(type(word) is not int for word in words)
+    ):
+        return False
+    # Version 2 cuts every number to 32 bits. The last one is the position.
+    is_in_range = version == 2 or all(0 <= word < _UINT64 for word in words)
+    position = words[-1] % _UINT32 if version == 2 else words[-1]
+    return is_in_range and 0 <= position < _WORDS_OF_PYTHON and (gauss is None or type(gauss) in (int, float))
+
+
+def _is_of_numpy(state: object) -> bool:
+    """Return whether ``numpy.random.set_state`` takes a state."""
+    # A script that replaced numpy's global bit generator saves a dict.
+    if child(state, "bit_generator") is not None:
+        return True
+    values = items_of(state)
+    if (
+        not (len(values) == 3 or len(values) >= 5)
+        or type(values[0]) is not Text
+        or values[0].value != "MT19937"
+    ):
+        return False
+    return (
+        _are_words_of_numpy(values[1])
+        and all(map(_is_int32, (values[2], *values[3:4])))
+        and all(type(gauss) in (bool, int, float, Node) for gauss in values[4:5])
+    )
+
+
+def _are_words_of_numpy(value: object) -> bool:
+    """Return whether numpy reads its words from a value, or cannot be known to refuse it."""
+    if _is_list(value):
+        words = items_of(value)
+        return len(words) >= _WORDS_OF_NUMPY and all(
+            type(word) not in (int, float) or 0 <= word < _UINT32 for word in words
+        )
+    if type(value) is not Node:
+        return False
+    state = items_of(value.states[0]) if _is_array(value) and value.states else ()
     shape = items_of(state[1]) if len(state) > 1 else ()
-    return shape[0] if len(shape) == 1 and type(shape[0]) is int else None
+    if any(type(size) is not int for size in shape) or not state:
+        return True
+    return len(shape) == 1 and shape[0] >= _WORDS_OF_NUMPY
 
 
-def _has_bytes(value: object, least: int, known: Mapping[str, PickledStorage]) -> bool:
-    """Return whether a value is a tensor of at least so many bytes, or of a kind that is not known here."""
+def _is_int32(value: object) -> bool:
+    if type(value) in (int, float):
+        return -_INT32 <= value < _INT32  # type: ignore[operator]
+    return type(value) in (bool, Node) and not (_is_list(value) or is_dict_like(value))
+
+
+def _has_bytes(value: object, sizes: Container[int], known: Mapping[str, PickledStorage]) -> bool:
+    """Return whether a value is a tensor of one of these numbers of bytes, or of a kind that is not known here."""
     if type(value) is not Node or not is_tensor(value):
         return False
     tensor = read_tensor(Text("", 0, 0), value, known)
-    return tensor is None or (tensor.dtype == "U8" and prod(tensor.shape) >= least)
+    return tensor is None or (tensor.dtype == "U8" and prod(tensor.shape) in sizes)
+
+
+def _problem_of_step(tree: PickleTree) -> StateProblem | None:
+    """Return the problem of a step with which ``accumulate`` fails or never lets the optimizer step."""
+    step = next((value for key, value in pairs(tree.root) if type(key) is Text and key.value == "step"), 0)
+    if type(step) is float:
+        is_count = step.is_integer()
+        noun = "not a whole number"
+    elif type(step) is Node and is_tensor(step):
+        tensor = read_tensor(Text("", 0, 0), step, storages(tree))
+        is_count = tensor is None or prod(tensor.shape) == 1
+        noun = "a tensor of several numbers"
+    else:
+        is_count = type(step) in (int, bool) or not _is_plain(step)
+        noun = _noun(step)
+    if is_count:
+        return None
+    holds = f"random states whose 'step' is {noun}"
+    effect = "load_state takes it, and accumulate() then fails or never steps the optimizer"
+    return StateProblem(Content.RANDOM_STATES, holds, None, effect=effect)
 
 
 def _is_list(value: object) -> bool:

@@ -641,7 +641,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             path=path,
             holds=problem.holds,
             expected=problem.expected.value,
-            effect="load_state fails" if is_of_save_state else effects[problem.expected],
+            effect=problem.effect or ("load_state fails" if is_of_save_state else effects[problem.expected]),
             exchanged_with=exchanged_with,
             remedy=problem.remedy,
         )

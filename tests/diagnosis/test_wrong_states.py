@@ -11,6 +11,7 @@ import accelerate
 import numpy
 import pytest
 import torch
+from accelerate.state import GradientState
 from torch.optim import lr_scheduler
 
 from ckptfix import check, latest_checkpoint
@@ -502,6 +503,13 @@ def test_random_states_of_the_trainer_need_their_keys(
 
 OF_PYTHON, OF_NUMPY, OF_TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
 OF_CUDA = "torch_cuda_manual_seed"
+
+
+def with_numpy(saved: dict[str, Any], changes: dict[int, Any]) -> dict[str, Any]:
+    """Return numpy's state with these values at these places."""
+    return {OF_NUMPY: tuple(changes.get(place, value) for place, value in enumerate(saved[OF_NUMPY]))}
+
+
 SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "exchanged": lambda saved: {OF_PYTHON: saved[OF_NUMPY], OF_NUMPY: saved[OF_PYTHON]},
     "python: None": lambda saved: {OF_PYTHON: None},
@@ -525,11 +533,32 @@ SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "torch: floats": lambda saved: {OF_TORCH: saved[OF_TORCH].float()},
     "torch: short": lambda saved: {OF_TORCH: saved[OF_TORCH][:10].clone()},
     "torch: list": lambda saved: {OF_TORCH: [saved[OF_TORCH]]},
+    "torch: long": lambda saved: {OF_TORCH: torch.cat([saved[OF_TORCH], saved[OF_TORCH]])},
+    "python: version 9": lambda saved: {OF_PYTHON: (9, *saved[OF_PYTHON][1:])},
+    "python: position 625": lambda saved: {OF_PYTHON: (3, (*saved[OF_PYTHON][1][:-1], 625), None)},
+    "python: position -1": lambda saved: {OF_PYTHON: (2, (*saved[OF_PYTHON][1][:-1], -1), None)},
+    "python: word -1": lambda saved: {OF_PYTHON: (3, (-1, *saved[OF_PYTHON][1][1:]), None)},
+    "python: word of 65 bits": lambda saved: {OF_PYTHON: (3, (1 << 64, *saved[OF_PYTHON][1][1:]), None)},
+    "numpy: matrix": lambda saved: with_numpy(saved, {1: saved[OF_NUMPY][1].reshape(2, -1)}),
+    "numpy: column": lambda saved: with_numpy(saved, {1: saved[OF_NUMPY][1].reshape(-1, 1)}),
+    "numpy: no words": lambda saved: with_numpy(saved, {1: "words"}),
+    "numpy: word -1": lambda saved: with_numpy(saved, {1: [-1, *saved[OF_NUMPY][1].tolist()[1:]]}),
+    "numpy: position as text": lambda saved: with_numpy(saved, {2: "1"}),
+    "numpy: position of 33 bits": lambda saved: with_numpy(saved, {2: 1 << 32}),
+    "numpy: has_gauss as text": lambda saved: with_numpy(saved, {3: "1"}),
+    "numpy: gauss as text": lambda saved: with_numpy(saved, {4: "1"}),
+    "numpy: gauss None": lambda saved: with_numpy(saved, {4: None}),
 }
 HEALTHY_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "as saved": lambda saved: {},
     "lists": lambda saved: {OF_PYTHON: list(saved[OF_PYTHON]), OF_NUMPY: list(saved[OF_NUMPY])},
     "gauss": lambda saved: {OF_PYTHON: (*saved[OF_PYTHON][:2], 0.5)},
+    "python of version 2": lambda saved: {OF_PYTHON: (2, (-1, *saved[OF_PYTHON][1][1:]), None)},
+    "python at its end": lambda saved: {OF_PYTHON: (3, (*saved[OF_PYTHON][1][:-1], 624), None)},
+    "numpy in a list": lambda saved: with_numpy(saved, {1: saved[OF_NUMPY][1].tolist()}),
+    "numpy with more words": lambda saved: with_numpy(saved, {1: numpy.resize(saved[OF_NUMPY][1], 700)}),
+    "numpy of other numbers": lambda saved: with_numpy(saved, {2: 5.0, 3: True, 4: 1}),
+    "torch in rows": lambda saved: {OF_TORCH: saved[OF_TORCH].reshape(8, -1)},
     "numpy without gauss": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:3]},
     "numpy of floats": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:2], 9.0, True, 1)},
     "numpy as a dict": lambda saved: {OF_NUMPY: numpy.random.RandomState(5).get_state(legacy=False)},
@@ -563,6 +592,44 @@ def test_random_states_that_a_generator_refuses(words: str, saved: dict[str, Any
     assert len(sentences) == (0 if is_healthy else 2)
     assert all(sentence.startswith("unknown-state: ") for sentence in sentences)
     assert loads(root) == ("right" if is_healthy else "wrong")
+
+
+@pytest.mark.parametrize("step", [None, "x", [1], 1.5, float("nan"), torch.zeros(2)], ids=repr)
+def test_a_step_that_no_accumulation_can_continue(step: Any, saved: dict[str, Any], tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    for states in (saved[RANDOM] | {"step": step}, {"step": step}):
+        torch.save(states, root / RANDOM)
+        assert not accumulates(step)
+        (sentence,) = told(root)
+        assert sentence.startswith(f"unknown-state: {RANDOM}: it holds random states whose 'step' is ")
+
+
+@pytest.mark.parametrize("step", [0, -1, 1 << 70, True, 3.0, torch.tensor(3)], ids=repr)
+def test_a_step_that_an_accumulation_continues(step: Any, saved: dict[str, Any], tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save(saved[RANDOM] | {"step": step}, root / RANDOM)
+    assert accumulates(step)
+    assert told(root) == []
+
+
+def accumulates(step: Any) -> bool:
+    """Return whether accelerate's next ``accumulate`` steps the optimizer, without any steps to accumulate."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.step = step
+    try:
+        with accelerator.accumulate(torch.nn.Linear(1, 1)):
+            return bool(accelerator.sync_gradients)
+    except (TypeError, RuntimeError):
+        return False
+    finally:
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("size", [15, 17, 5056])
+def test_a_state_of_a_cuda_generator_has_one_size(size: int, saved: dict[str, Any], tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save({**saved[RANDOM], OF_CUDA: [torch.zeros(size, dtype=torch.uint8)]}, root / RANDOM)
+    assert len(told(root)) == 1
 
 
 @pytest.mark.parametrize("is_healthy", [True, False])
