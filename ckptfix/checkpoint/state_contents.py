@@ -10,7 +10,8 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
   Python, numpy, torch and its devices. The Trainer fails. The step becomes that of the Accelerator, whatever it is:
   ``accumulate`` adds 1 to it, and steps the optimizer where a division leaves no rest.
-- ``GradScaler.load_state_dict`` refuses whatever has no ``scale``; a disabled one saves, and loads, an empty dict.
+- ``GradScaler.load_state_dict`` refuses whatever lacks one of its five keys; a disabled one saves, and loads, an empty
+  dict. It takes any values: the next ``scale`` or ``update`` fails.
 - ``Module.load_state_dict`` refuses whatever is not a dict with strings as keys, and keys that the module lacks.
   ``from_pretrained`` and the Trainer pass over unknown keys, and leave the weights random without an error. A module
   saves tensors, extra states of any kind, and what its own hooks add: quantized modules of torch add dtypes, pairs, and
@@ -93,7 +94,9 @@ _WORDS_OF_PYTHON = 625
 _WORDS_OF_NUMPY = 624
 _INT32 = 1 << 31
 _UINT32 = 1 << 32
+_INT64 = 1 << 63
 _UINT64 = 1 << 64
+_FLOAT64 = 1 << 1023
 _SIZES_OF_TORCH = (5048, 5056)
 """torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
 
@@ -115,7 +118,7 @@ class StateProblem(NamedTuple):
 
     ``holds``: the content in words. ``content``: its kind, None for one that a class of a script's own might load.
     ``remedy``: how to save the right content, "" where only another file helps. ``effect``: the consequence for a
-    load, "" where it is that of any other wrong content.
+    load, "" where it is that of any other wrong content. ``may_be_of_script``: scripts use the name of the file, too.
     """
 
     expected: Content
@@ -123,6 +126,7 @@ class StateProblem(NamedTuple):
     content: Content | None
     remedy: str = ""
     effect: str = ""
+    may_be_of_script: bool = False
 
 
 NO_TENSORS = StateProblem(Content.MODEL, "no tensors", None)
@@ -295,6 +299,8 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
             problem = problem_of_optimizer(root)
         elif expected is Content.SCHEDULER:
             problem = _problem_of_scheduler(root)
+        elif expected is Content.GRAD_SCALER:
+            return _problem_of_scaler(file.tree)
         elif expected in _GENERATORS:
             problem = _problem_of_random_states(file.tree, *_GENERATORS[expected])
         if problem:
@@ -325,7 +331,15 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     ):
         return None
     holds = _in_words(expected, root) if is_dict and not is_empty else _noun(root)
-    return StateProblem(expected, holds, None)
+    may_be_of_script = expected is Content.GRAD_SCALER and _may_be_of_data(root)
+    return StateProblem(expected, holds, None, may_be_of_script=may_be_of_script)
+
+
+def _may_be_of_data(root: object) -> bool:
+    """Return whether ``scaler.pt`` may be what a script scales its data by, such as a mean and a deviation."""
+    if is_dict_like(root):
+        return not any(type(key) is Text and key.value in _SCALER_KEYS for key, _ in pairs(root))
+    return is_tensor(root) or any(map(is_tensor, items_of(root)))
 
 
 def _content(file: TorchFile) -> Content | None:
@@ -450,6 +464,32 @@ _PAIRS_OF_CYCLES = (("base_lrs", "max_lrs"), ("base_momentums", "max_momentums")
 LambdaLR has ``base_lrs`` and ``lr_lambdas``. Their lengths show nothing: a MultiplicativeLR with the state of a run
 that had fewer param groups loads, steps, and saves two lengths.
 """
+
+
+def _problem_of_scaler(tree: PickleTree) -> StateProblem | None:
+    """Return the problem of a value that ``GradScaler`` loads, and with which its next step or update fails."""
+    for key, value in pairs(tree.root):
+        if type(key) is Text and key.value in _SCALER_KEYS and not _is_of_scaler(key.value, value, tree):
+            holds = f"a gradient scaler's state whose {key.value!r} is {_noun(value)}"
+            effect = "the load succeeds, and the first step of a run with fp16 fails"
+            if type(value) in (int, float):
+                holds += " that torch does not take"
+            return StateProblem(Content.GRAD_SCALER, holds, None, effect=effect)
+    return None
+
+
+def _is_of_scaler(name: str, value: Any, tree: PickleTree) -> bool:
+    if type(value) is Node and is_tensor(value):
+        tensor = read_tensor(Text("", 0, 0), value, storages(tree))
+        return tensor is None or not tensor.shape
+    if type(value) is Node and not _is_plain(value):
+        return True
+    if name == "growth_interval":
+        return type(value) is int and -_INT64 <= value < _INT64
+    if name == "_growth_tracker":
+        return _is_int32(value)
+    most = _INT64 if name == "scale" else _FLOAT64
+    return type(value) in (bool, float) or (type(value) is int and -most <= value < most)
 
 
 def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:

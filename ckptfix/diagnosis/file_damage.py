@@ -626,7 +626,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         exchanged_with = min(partners)[1] if partners else ""
         is_judged = (
             problem is NO_TENSORS
-            or (is_of_library and problem.expected is not Content.GRAD_SCALER)
+            or (is_of_library and not problem.may_be_of_script)
             or (is_pretrained_model and problem.expected is Content.MODEL)
         )
         finding: type[WrongState | UnknownState]

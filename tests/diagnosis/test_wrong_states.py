@@ -1,5 +1,6 @@
 """State files that hold something else: what a loader refuses or misreads is found, and no healthy state is blamed."""
 
+import math
 import os
 import random
 from collections.abc import Callable
@@ -209,6 +210,66 @@ def test_two_files_that_were_exchanged_name_each_other(names: tuple[str, str], t
         assert any(
             f" {name}: it holds " in one and one.endswith(f"exchanged with {partner}") for one in sentences
         )
+
+
+FACTORS = [None, "x", [2.0], {}, torch.ones(1), 1 << 1024], [True, -1, math.inf, 1 << 70, torch.tensor(2.0)]
+SCALER_VALUES = {
+    "scale": ([None, "x", [1], (1.0,), {}, torch.ones(1), 1 << 70], [True, 0, -1, math.nan, torch.tensor(1)]),
+    "growth_factor": FACTORS,
+    "backoff_factor": FACTORS,
+    "growth_interval": (
+        [None, "x", True, 1.5, math.nan, [2], 1 << 63],
+        [-1, 0, (1 << 63) - 1, torch.tensor(3)],
+    ),
+    "_growth_tracker": ([None, "x", math.nan, [0], torch.ones(1), 1 << 31], [True, -1, 1.5, torch.tensor(3)]),
+}
+"""Values of a gradient scaler that its next step refuses, and that it takes."""
+
+
+def scales(state: Any) -> bool:
+    """Return whether a gradient scaler loads a state, steps and updates itself."""
+    scaler = torch.amp.GradScaler("cpu")
+    layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters())
+    try:
+        scaler.load_state_dict(state)
+        scaler.scale(layer(torch.ones(1, 1))).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("key", SCALER_VALUES)
+def test_values_of_a_scaler(key: str, saved: dict[str, Any], tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    for is_healthy, values in zip((False, True), SCALER_VALUES[key], strict=True):
+        for value in values:
+            state = saved[SCALER] | {key: value}
+            assert scales(state) is is_healthy, value
+            torch.save(state, root / SCALER)
+            sentences = told(root)
+            assert len(sentences) == (0 if is_healthy else 1), value
+            start = f"unknown-state: {SCALER}: it holds a gradient scaler's state whose {key!r} is "
+            assert all(sentence.startswith(start) for sentence in sentences)
+
+
+@pytest.mark.parametrize("state", [[1], None, 3, "x", {"growth_factor": 2.0}, {"scale": 1.0}], ids=repr)
+def test_contents_that_no_scaler_loads(state: Any, tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save(state, root / SCALER)
+    assert not scales(state)
+    (sentence,) = told(root)
+    assert sentence.startswith(f"unknown-state: {SCALER}: it holds ")
+
+
+@pytest.mark.parametrize("state", [{"mean": torch.ones(3)}, (torch.ones(3), torch.ones(3)), torch.ones(3)])
+def test_a_script_may_scale_its_data(state: Any, tmp_path: Path) -> None:
+    """Only a run with fp16 loads ``scaler.pt``, and nothing in the folder shows one."""
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save(state, root / SCALER)
+    assert told(root) == []
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RANDOM, SCALER])
