@@ -275,8 +275,17 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
         return f'"global_step" is {step}, and the folder is of step {number}, so the Trainer resumes from step {step}'
     if not isinstance(state.get("log_history", []), list | NoneType):
         return '"log_history" is not a list, so the Trainer fails at its next log'
-    if isinstance(state.get("train_batch_size"), str | list | dict):
-        return '"train_batch_size" is not a number'
+    for key in ("train_batch_size", "eval_steps"):
+        if isinstance(state.get(key), str | list | dict):
+            return f'"{key}" is not a number'
+    for key in ("logging_steps", "save_steps", "total_flos"):
+        if not isinstance(state.get(key, 0), int | float):
+            return f'"{key}" is not a number'
+    # Trainers with a loop of their own leave null, in a file next to their checkpoints or with fields of their own.
+    is_of_trainer = number is not None and step > 0 and state.keys() <= _KEYS
+    is_since_4_36 = not state.keys().isdisjoint(("train_batch_size", "stateful_callbacks"))
+    if is_of_trainer and is_since_4_36 and state.get("train_batch_size") is None:
+        return 'no "train_batch_size", so transformers 5 fails to resume'
     callbacks = state.get("stateful_callbacks", {_CONTROL: {}})
     if not isinstance(callbacks, dict | NoneType) and callbacks != []:
         return '"stateful_callbacks" is not an object'
@@ -292,6 +301,13 @@ def _doubt_of(state: Mapping[str, Any]) -> str:
     unknown = sorted(state.keys() - _KEYS)
     if unknown:
         return f"{TRAINER_STATE}: {unknown[0]!r:.80} is unknown to transformers 5.23, whose Trainer refuses the file"
+    if state.get("logging_steps") == 0:
+        return f'the Trainer\'s next log: {TRAINER_STATE} has "logging_steps" 0, which a run that logs by steps refuses'
+    if state.keys().isdisjoint(("stateful_callbacks", "train_batch_size")):
+        return (
+            f'the Trainer\'s resume: {TRAINER_STATE} has no "train_batch_size", as before transformers 4.36; '
+            "transformers 5 refuses it"
+        )
     if "stateful_callbacks" not in state:
         return (
             f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", as before transformers 4.41; '

@@ -1,9 +1,11 @@
 """Values of ``trainer_state.json``: the Trainer itself resumes from each, and ``check`` and a resume agree with it."""
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,18 @@ State = dict[str, Any]
 Change = Callable[[State], object]
 
 
-def trainer_in(output: Path) -> Any:
+def trainer_in(output: Path, **options: Any) -> Any:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "vocab_size": 20}
     model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes))
     data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
+    given = {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, **options}
     arguments = TrainingArguments(
-        str(output), max_steps=4, save_steps=2, logging_steps=1, per_device_train_batch_size=2, seed=1,
-        report_to=[], use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=data)
+        str(output), max_steps=4, save_steps=2, per_device_train_batch_size=2, seed=1, **given
+    )
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
 def weights_after(output: Path, checkpoint: Path | None) -> list[torch.Tensor]:
@@ -56,7 +58,7 @@ def is_resumed(checkpoint: Path, weights: list[torch.Tensor]) -> bool:
     """Return whether a run that resumes from a checkpoint ends with the weights of the run that was not stopped."""
     try:
         resumed = weights_after(checkpoint.parent.parent / "out", checkpoint)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         return False
     return all(map(torch.equal, resumed, weights))
 
@@ -71,6 +73,13 @@ def change(checkpoint: Path, edit: Change) -> None:
 NO_CONTROL = (
     '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes and fails at its next save'
 )
+NO_BATCH_SIZE = 'no "train_batch_size", so transformers 5 fails to resume'
+NO_NUMBERS: tuple[Any, ...] = (None, "1", [])
+WRONG_NUMBERS = {
+    f"{value!r} as {key}": (partial(dict.update, **{key: value}), f'"{key}" is not a number')
+    for key in ("logging_steps", "save_steps", "total_flos")
+    for value in NO_NUMBERS
+}
 WRONG: dict[str, tuple[Change, str]] = {
     "no step": (lambda s: s.pop("global_step"), 'no "global_step", so the Trainer starts again at step 0'),
     "an empty object": (lambda s: s.clear(), 'no "global_step", so the Trainer starts again at step 0'),
@@ -92,6 +101,9 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda s: s.update(train_batch_size="2"),
         '"train_batch_size" is not a number',
     ),
+    "a batch size of null": (lambda s: s.update(train_batch_size=None), NO_BATCH_SIZE),
+    "no batch size": (lambda s: s.pop("train_batch_size"), NO_BATCH_SIZE),
+    **WRONG_NUMBERS,
     "a list of callbacks": (
         lambda s: s.update(stateful_callbacks=[1]),
         '"stateful_callbacks" is not an object',
@@ -107,6 +119,12 @@ RIGHT: dict[str, Change] = {
     "texts in the history": lambda s: s.update(log_history=["a"]),
     "another batch size": lambda s: s.update(train_batch_size=4),
     "a best model that is gone": lambda s: s.update(best_model_checkpoint="/none", best_metric=1.0),
+    "no intervals": lambda s: [
+        s.pop(key) for key in ("logging_steps", "save_steps", "eval_steps", "total_flos")
+    ],
+    "other intervals": lambda s: s.update(
+        logging_steps=2.0, save_steps=0, eval_steps=None, total_flos=math.nan
+    ),
     "more states of callbacks": lambda s: s["stateful_callbacks"].update(Own={"args": {}, "attributes": {}}),
 }
 
@@ -173,6 +191,15 @@ def test_a_state_from_which_the_trainer_resumes_is_passed(
             "transformers 5 resumes and fails at that save",
         ),
         (
+            lambda s: [s.pop(key) for key in ("stateful_callbacks", "train_batch_size")],
+            'the Trainer\'s resume: trainer_state.json has no "train_batch_size", as before transformers 4.36; '
+            "transformers 5 refuses it",
+        ),
+        (
+            lambda s: s.update(logging_steps=0),
+            'the Trainer\'s next log: trainer_state.json has "logging_steps" 0, which a run that logs by steps refuses',
+        ),
+        (
             lambda s: s.update(own=1),
             "trainer_state.json: 'own' is unknown to transformers 5.23, whose Trainer refuses the file",
         ),
@@ -186,6 +213,36 @@ def test_a_state_of_another_version_is_not_checked(
     report = check(checkpoint)
     assert report.status == 0
     assert words in report.not_checked
+
+
+def test_a_run_that_does_not_log_by_steps_may_save_0_logging_steps(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, logging_strategy="no", logging_steps=0)
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
+    assert state["logging_steps"] == 0
+    trainer_in(tmp_path, logging_strategy="no", logging_steps=0).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    )
+    assert check(tmp_path / "checkpoint-2").status == 0
+
+
+def test_a_trainer_that_did_not_train_saves_no_batch_size(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    trainer.save_model()
+    trainer.save_state()
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["train_batch_size"] is None
+    assert check(tmp_path).status == 0
+
+
+def test_a_text_as_eval_steps_fails_where_a_run_evaluates_by_steps(
+    saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
+) -> None:
+    change(checkpoint, lambda s: s.update(eval_steps="2"))
+    assert is_resumed(checkpoint, saved[1])
+    trainer = trainer_in(checkpoint.parent, eval_strategy="steps", eval_steps=2)
+    with pytest.raises(TypeError):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert check(checkpoint).status == 1
 
 
 def test_a_state_of_a_script_is_not_judged(checkpoint: Path, tmp_path: Path) -> None:
