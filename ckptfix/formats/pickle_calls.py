@@ -80,6 +80,9 @@ _LOOKS = 8
 
 _FEW = 16
 _INT64 = 1 << 63
+_SYMBOLS = 1 << 62
+"""torch takes smaller numbers than its negative for symbols (``c10/core/SymInt.h``), and refuses them as strides."""
+
 _ENCODINGS = frozenset({"latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"})
 """Encodings that are tried, those which picklers write: others take time that grows with the square of a text."""
 
@@ -184,7 +187,8 @@ def _unusual(tree: PickleTree) -> Sequence[Node]:
             ):
                 continue
         unusual.append(node)
-    is_plain = {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
+    is_plain = {*map(type, numbers)} <= {int}
+    is_plain = is_plain and min(numbers, default=0) >= 0 and max(numbers, default=0) < _INT64
     return unusual if is_plain else tree.calls
 
 
@@ -288,8 +292,12 @@ def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
 
 def _are_numbers(value: Any) -> bool:
     """Return whether a value can be strides: numbers, or nothing for those of a contiguous tensor."""
-    is_size = kind_of(value) == "torch.Size"
-    return value is None or is_size or {kind_of(number) for number in members(value)} <= {"int"}
+    if value is None:
+        return True
+    numbers = members(value)
+    if kind_of(value) != "torch.Size" and not {kind_of(number) for number in numbers} <= {"int"}:
+        return False
+    return all(type(number) is not int or -_SYMBOLS <= number < _INT64 for number in numbers)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -393,8 +401,8 @@ def _is_layout(value: Any) -> bool:
 _CALL, _GLOBAL = (Kind.CALL,), (Kind.GLOBAL,)
 _STORAGE = Parameter("a storage", ("storage",))
 _OFFSET = Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
-_SIZES = Parameter("a tuple of numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
-_STRIDES = Parameter("a tuple of numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
+_SIZES = Parameter("a tuple of 64-bit numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
+_STRIDES = Parameter("a tuple of 64-bit numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
 _FLAG = Parameter("a bool", ("bool",))
 _FLAG_OR_NONE = Parameter("a bool", ("bool", "None"))
 _DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"), None, _GLOBAL)

@@ -34,6 +34,9 @@ _PLAIN_TENSOR_TYPES = frozenset(
 )
 _MAX_WRAPPED = 8
 _MANY = 1 << 62
+_MOST = (1 << 63) - 1
+"""The largest size, stride or number of elements that torch takes."""
+
 _MAX_DIMENSIONS = 64  # of which torch can make a tensor; a million tensors can share one longer shape
 _MAX_KEY = 1024
 _WITH_STATE = {("torch._utils", "_rebuild_parameter_with_state"), ("torch._tensor", "_rebuild_from_type_v2")}
@@ -318,10 +321,9 @@ def _span(
                 contiguous = False
             count *= length
             last += (length - 1) * step
-            if (
-                count > _MANY or last > _MANY
-            ):  # hostile, unless empty: the numbers must not grow without bound
-                if length > _MANY or step > _MANY:
+            # Hostile, unless empty: the numbers must not grow without bound.
+            if count > _MOST or last > _MOST:
+                if length > _MOST or step > _MOST:
                     return None
                 huge, count, last = True, 1, offset
         elif length == 0:

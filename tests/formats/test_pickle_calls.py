@@ -45,6 +45,7 @@ ATTRIBUTES = {"note": 1}
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a tensor of torch 0.3": (rebuild._rebuild_tensor, (FLOATS, 0, (2, 3), (3, 1))),
     "a tensor": (rebuild._rebuild_tensor_v2, TENSOR.args),
+    "an empty tensor": (rebuild._rebuild_tensor_v2, (FLOATS, 0, (0, 3), (3, 1), False, OrderedDict())),
     "a tensor with metadata": (rebuild._rebuild_tensor_v2, (*TENSOR.args, {"neg": False})),
     "integers": (rebuild._rebuild_tensor_v2, NUMBERS.args),
     "a tensor with its dtype": (rebuild._rebuild_tensor_v3, (*TENSOR.args, torch.float32)),
@@ -103,6 +104,11 @@ VALUES: dict[str, Any] = {
     "(True,)": (True,),
     "(None,)": (None,),
     "(1, 2)": (1, 2),
+    "(0, 2**63 - 1)": (0, (1 << 63) - 1),
+    "(0, 2**63)": (0, 1 << 63),
+    "[0, 2**63]": [0, 1 << 63],
+    "(-2**62, 1)": (-(1 << 62), 1),
+    "(-2**62 - 1, 1)": (-(1 << 62) - 1, 1),
     "[]": [],
     "[2]": [2],
     "['a']": ["a"],
@@ -146,6 +152,8 @@ UNJUDGED = {
     ),
     *((call, value) for call in ("sizes", "a bytearray") for value in ("floats", "numbers")),
     *(("a sparse tensor", value) for value in ("(1, 2)",)),
+    # Strides on the meta device may be any, and the file is reported as one without numbers.
+    *(("a meta tensor", value) for value in ("(-2**62, 1)", "(-2**62 - 1, 1)")),
 }
 NEVER_WRITTEN = {
     # torch makes an OrderedDict of these, too; the tree refuses them, as no pickler writes them.
@@ -425,6 +433,21 @@ FOUND: dict[str, tuple[Any, str]] = {
     ),
     "a tensor without strides that is larger than its storage": (
         Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, (2, 4), (), False, OrderedDict())),
+        "reaches beyond its storage of 24 bytes",
+    ),
+    "a size of 64 bits": (
+        Call(
+            rebuild._rebuild_tensor_v2,
+            (FLOATS, 0, Call(torch.Size, ((1 << 63,),)), (0,), False, OrderedDict()),
+        ),
+        "calls torch._utils._rebuild_tensor_v2 with a wrong argument 3 (expected a tuple of 64-bit numbers from 0",
+    ),
+    "a stride of 64 bits": (
+        Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, (1,), (1 << 66,), False, OrderedDict())),
+        "calls torch._utils._rebuild_tensor_v2 with a wrong argument 4 (expected a tuple of 64-bit numbers",
+    ),
+    "a stride that torch multiplies beyond 63 bits": (
+        Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, (2,), ((1 << 63) - 1,), False, OrderedDict())),
         "reaches beyond its storage of 24 bytes",
     ),
     "an attribute that cannot be set": (
