@@ -406,7 +406,7 @@ def problem_of_optimizer(root: object) -> str:
         members = child(group, "params")
         if members is None:
             return f"an optimizer whose param group {number} has no 'params'"
-        if type(members) in (int, float, bool):
+        if _is_plain(members) and not _is_list(members):
             return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
         lists_any = lists_any or not _is_list(members) or bool(items_of(members))
     if not lists_any and any(type(key) is int for key, _ in pairs(state)):

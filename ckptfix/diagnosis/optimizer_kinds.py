@@ -21,14 +21,23 @@ A param group with others belongs to an optimizer that may keep other shapes: Ad
 """
 
 
+PAIRS = frozenset(("betas", "etas", "step_sizes"))
+"""Options of two numbers."""
+
+SEVERAL = "several"
+"""The value of an option that is a list, a dict or a tensor of several numbers."""
+
+
 class OptimizerKind(NamedTuple):
     """An optimizer of torch's.
 
     ``signs``: options and states that only it has. ``required``: the options without which a step raises KeyError.
     ``moments``: its states in the shape of the parameter. ``optional``: a moment -> the option that adds it.
     ``scalars``: its other states. ``single``: those of them that a step reads as one number. ``is_lenient``: a step
-    begins a missing state anew. ``flags``: other options that each of its param groups has since torch 2.0. ``name``:
-    of its class, and ``named_by``: an option that no other class has; "" where no option shows the class.
+    begins a missing state anew. ``asks_first``: its load reads the step of the first parameter. ``pairs``: options of
+    several numbers; a step takes one number for any other. ``flags``: other options that each of its param groups has
+    since torch 2.0. ``name``: of its class, and ``named_by``: an option that no other class has; "" where no option
+    shows the class.
     """
 
     signs: frozenset[str]
@@ -38,6 +47,8 @@ class OptimizerKind(NamedTuple):
     scalars: tuple[str, ...] = ("step",)
     single: tuple[str, ...] = ("step",)
     is_lenient: bool = False
+    asks_first: bool = False
+    pairs: frozenset[str] = PAIRS
     flags: frozenset[str] = frozenset(("foreach", "maximize", "differentiable"))
     name: str = ""
     named_by: str = ""
@@ -110,6 +121,7 @@ _KINDS = (
         frozenset(("initial_accumulator_value", "lr_decay")),
         frozenset(("lr", "lr_decay", "eps", "weight_decay")),
         ("sum",),
+        asks_first=True,
         name="Adagrad",
         named_by="initial_accumulator_value",
     ),
@@ -137,6 +149,7 @@ _KINDS = (
     OptimizerKind(
         frozenset(("beta2_decay", "row_var", "col_var")),
         frozenset(("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")),
+        pairs=frozenset(("eps",)),
     ),
 )
 

@@ -34,7 +34,15 @@ from ckptfix.diagnosis.findings.inconsistent import (
     RoundedMoments,
     UnsavedParameters,
 )
-from ckptfix.diagnosis.optimizer_kinds import COMMON_OPTIONS, MOMENTS, SCALARS, STATES, kind_of
+from ckptfix.diagnosis.optimizer_kinds import (
+    COMMON_OPTIONS,
+    MOMENTS,
+    PAIRS,
+    SCALARS,
+    SEVERAL,
+    STATES,
+    kind_of,
+)
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import flattened_parts, model_names
 from ckptfix.formats.dcp_rewrite import paths_of
@@ -61,8 +69,6 @@ _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
 _STATE, _GROUPS = "state", "param_groups"
-_PAIRS = ("betas", "etas", "step_sizes")
-"""Options of two numbers."""
 _INTEGERS = ("I", "U", "BOOL")
 """Beginnings of the dtypes that torch's optimizers never have moments of."""
 _LAST_STEP = 1 << 53
@@ -77,7 +83,8 @@ class SavedOptimizer:
     ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
     ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
     where it is kept in tensors, as torch does since 1.12. ``is_named``: by keys. ``index``: its position.
-    ``values``: the numbers and flags of each group, None for unusable options, "" for others; empty for a DCP folder.
+    ``values``: the numbers and flags of each group, None for unusable options, ``SEVERAL`` for lists and the like, ""
+    for others; empty for a DCP folder.
     ``names``: number -> key, where torch recorded it.
     ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers, (parameter, "")
     where its states are not a dict.
@@ -333,19 +340,19 @@ def _is_unusable(state: str, value: object) -> bool:
 
 
 def _option(key: Text, value: Any, known: Mapping[str, Any]) -> object:
-    """Return the value of an option, None for one with which the step of any optimizer fails, "" for other objects."""
+    """Return the value of an option as ``SavedOptimizer.values`` has it, None where the step of any optimizer fails."""
     if type(value) is Text:
         return None
-    if key.value in _PAIRS:
+    if key.value in PAIRS:
         # Subclasses may have three.
         return "" if len(items_of(value)) >= 2 and Text not in map(type, items_of(value)) else None
-    if key.value == "lr" and isinstance(value, Node | tuple):
-        tensor = _tensor(key, value, known)
-        is_usable = (
-            prod(tensor.shape) == 1 if tensor is not None else not (is_dict_like(value) or items_of(value))
-        )
-        return "" if is_usable else None
-    return "" if isinstance(value, Node | tuple) else value
+    if not isinstance(value, Node | tuple):
+        return value
+    tensor = _tensor(key, value, known)
+    is_list = isinstance(value, tuple) or value.kind is Kind.LIST or is_dict_like(value)
+    if not is_list and (tensor is None or prod(tensor.shape) == 1):
+        return ""
+    return None if key.value == "lr" else SEVERAL
 
 
 def _name(value: Any) -> str | None:
@@ -579,14 +586,15 @@ def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
             strangers=strangers,
             is_named=one.is_named,
         )
+    unusable = list(_unusable_parts(one))
+    lacking = {name for finding in unusable if type(finding) is LackingMoments for name in finding.names}
     # LBFGS keeps the states of all parameters as those of the first.
     if any(one.states.values()) and "history_size" not in one.options:
-        without = tuple(
-            name for name in counts if not one.states.get(name) and (name, "") not in one.unusable
-        )
+        without = tuple(name for name in counts if not one.states.get(name) and name not in lacking)
+        without = tuple(name for name in without if (name, "") not in one.unusable)
         if without:
             yield MissingMoments(path=one.path, names=without, parameters=len(counts))
-    yield from _unusable_parts(one)
+    yield from unusable
 
 
 def _repeated(groups: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -628,7 +636,13 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
             kind = kind_of(options, ())
         if kind is None:
             continue
-        absent = tuple(sorted(option for option in kind.required if options.get(option) is None))
+        absent = tuple(
+            sorted(
+                option
+                for option in kind.required
+                if (value := options.get(option)) is None or (value == SEVERAL and option not in kind.pairs)
+            )
+        )
         if absent:
             optionless.setdefault(absent, []).append(number)
         # A subclass may do without a state. So a state is missed where another parameter has it, or where the options
@@ -646,6 +660,8 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
             states = saved.states.get(name)
             if (name, "") in saved.unusable and (every := [*kind.scalars, *kind.moments_with(options)]):
                 lacking[name] = every
+            if not states and kind.asks_first and name == next(iter(saved.states), ""):
+                lacking[name] = [*kind.scalars]
             if not states:
                 continue
             gone = [

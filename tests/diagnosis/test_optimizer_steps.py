@@ -70,6 +70,21 @@ def fails(make: Make, state: dict[str, Any]) -> bool:
     return False
 
 
+NUMBERS = (
+    "lr",
+    "weight_decay",
+    "alpha",
+    "rho",
+    "lr_decay",
+    "momentum_decay",
+    "lambd",
+    "t0",
+    "d",
+    "beta2_decay",
+)
+"""Options of torch's optimizers of one number."""
+
+
 def damaged(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the state without each option of the second group, and with each state of parameter 4 spoiled."""
     for option in healthy["param_groups"][1].keys() - {"params"}:
@@ -79,6 +94,14 @@ def damaged(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         state = copy.deepcopy(state)
         del state["param_groups"][0][option]
         yield f"no {option} at all", state
+    # A step of SGD without momentum does not look at the dampening.
+    for option in {*NUMBERS, "eps"}.intersection(healthy["param_groups"][1]):
+        for words, several in (("list", [0.5]), ("empty list", []), ("dict", {}), ("tensor", torch.ones(2))):
+            if option == "eps" and "beta2_decay" in healthy["param_groups"][1]:
+                continue
+            state = copy.deepcopy(healthy)
+            state["param_groups"][1][option] = several
+            yield f"a {words} as {option}", state
     for name, value in healthy["state"].get(4, {}).items():
         state = copy.deepcopy(healthy)
         del state["state"][4][name]
@@ -100,7 +123,8 @@ def damaged(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path, name: str) -> None:
     model = net()
     optimizer = MAKERS[name](model)
-    step(model, optimizer)
+    # RAdam reads ``eps`` from its sixth step.
+    step(model, optimizer, 6)
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     assert found(root) == []
     healthy = torch.load(root / "optimizer.bin", weights_only=True)
@@ -446,6 +470,25 @@ def test_a_group_that_lists_a_number_twice(checkpoint: Path) -> None:
     optimizer.load_state_dict(torch.load(checkpoint / "optimizer.bin"))
     # The moments of parameter 1 are those of parameter 2 now.
     assert optimizer.state[model[0].bias] == {}
+
+
+def test_the_load_of_adagrad_reads_the_step_of_the_first_parameter(tmp_path: Path) -> None:
+    model = net()
+    optimizer = MAKERS["adagrad"](model)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    assert found(root) == []
+    healthy = torch.load(root / "optimizer.bin")
+    for number, is_refused in ((0, True), (3, False)):
+        state = copy.deepcopy(healthy)
+        state["state"][number] = {}
+        assert fails(MAKERS["adagrad"], state) is is_refused
+        torch.save(state, root / "optimizer.bin")
+        sentence = f"missing-moments: optimizer.bin: 1 of 6 parameters has no {'usable ' * is_refused}"
+        assert found(root) == [sentence + ("'step': 0" if is_refused else "moments: 3")]
+        assert check(root).status == is_refused
+    torch.save(healthy | {"state": {}}, root / "optimizer.bin")
+    assert not fails(MAKERS["adagrad"], torch.load(root / "optimizer.bin"))
+    assert check(root).status == 0
 
 
 def test_numbers_of_a_group_in_another_order(tmp_path: Path) -> None:

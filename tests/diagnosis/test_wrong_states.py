@@ -129,6 +129,14 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
         **saved[OPTIMIZER],
         "param_groups": [{**saved[OPTIMIZER]["param_groups"][0], "params": 4}],
     },
+    "groups of a text": lambda saved: {
+        **saved[OPTIMIZER],
+        "param_groups": [{**saved[OPTIMIZER]["param_groups"][0], "params": "01"}],
+    },
+    "groups of a dict": lambda saved: {
+        **saved[OPTIMIZER],
+        "param_groups": [{**saved[OPTIMIZER]["param_groups"][0], "params": {}}],
+    },
     "no group": lambda saved: {**saved[OPTIMIZER], "param_groups": []},
     "an optimizer in a list": lambda saved: [saved[OPTIMIZER]],
     "an optimizer in a tuple": lambda saved: (saved[OPTIMIZER],),
@@ -141,7 +149,8 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 JUDGED = (
     "an optimizer", "a scheduler", "a plateau scheduler", "random states", "a model", "a state of None",
-    "a state in a list", "groups of None", "groups without parameters", "groups of a number", "no group",
+    "a state in a list", "groups of None", "groups without parameters", "groups of a number", "groups of a text",
+    "groups of a dict", "no group",
 )  # fmt: skip
 """Contents that are no gradient scaler's. A disabled one saves an empty dict, and a script may use its name."""
 
