@@ -26,6 +26,7 @@ from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
     EmptyState,
+    ExchangedRates,
     MismatchedRates,
     MixedRates,
     MixedSteps,
@@ -183,6 +184,11 @@ class _Progress(NamedTuple):
             return None
         return last not in self.rates.values()
 
+    def partner_of(self, index: int) -> int | None:
+        """Return the position of the optimizer that alone has the rates that a scheduler gave, None where none does."""
+        having = [position for position, rates in self.rates.items() if rates == self.last.get(index, ())]
+        return having[0] if len(having) == 1 and self.last.get(index) else None
+
 
 class _Neighbour(NamedTuple):
     name: str
@@ -206,11 +212,14 @@ def diagnose_progress(
         return
     own = _progress(folder, optimizers, step)
     # Of two schedulers of one optimizer the first does not know the rates that the second gave.
-    apart = [index for index in schedulers if own.disagrees(index)] if len(schedulers) <= len(files) else []
-    if apart:
+    compared = schedulers if len(schedulers) <= len(files) else {}
+    apart = [index for index in compared if own.disagrees(index)]
+    crossed = [index for index in compared if index in files and own.partner_of(index) not in (index, None)]
+    if apart or crossed:
         near = list(_neighbours(home, (Role.OPTIMIZER, Role.SCHEDULER)))
         for index in apart:
             yield from _mixed_rates(own, near, index, files[index], schedulers[index])
+        yield from _exchanged_rates(own, near, crossed, files, schedulers)
     elif own.moves is not None and step is not None and own.moves != step:
         yield from _mixed_steps(own.moves, step, list(_neighbours(home, (Role.SCHEDULER,))), schedulers[0])
 
@@ -248,6 +257,35 @@ def _mixed_rates(
         expected=expected[group],
         save=of_optimizer or of_scheduler,
     )
+
+
+def _exchanged_rates(
+    own: _Progress,
+    near: Sequence[_Neighbour],
+    crossed: Sequence[int],
+    files: Mapping[int, PurePosixPath],
+    schedulers: Mapping[int, PurePosixPath],
+) -> Iterator[ExchangedRates]:
+    """Yield the schedulers that gave their rates to the optimizer of another position, once for two of each other.
+
+    A script may prepare both in any order: only checkpoints next to this one show that it keeps to the positions.
+    """
+    for index in crossed:
+        partner = own.partner_of(index)
+        assert partner is not None
+        is_mutual = own.partner_of(partner) == index
+        pairs_near = [(name, progress.partner_of(index)) for name, progress in near]
+        known = [name for name, position in pairs_near if position == index]
+        is_contradicted = any(position not in (index, None) for _, position in pairs_near)
+        if not known or is_contradicted or (is_mutual and partner < index):
+            continue
+        yield ExchangedRates(
+            path=schedulers[index],
+            partner=str(files[index]),
+            like=str(files[partner]),
+            reverse=str(schedulers[partner]) if is_mutual else "",
+            known_by=known[0],
+        )
 
 
 def _mixed_steps(

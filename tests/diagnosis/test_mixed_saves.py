@@ -92,6 +92,41 @@ def test_of_several_optimizers_the_checkpoints_next_to_them_show_the_pairs(tmp_p
     assert [words.partition(":")[0] for words in told(alone, proves=False)] == ["optimizer_1.bin"]
 
 
+def exchange(root: Path, name: str, partner: str) -> None:
+    """Give two files of a folder each other's name."""
+    (root / name).rename(root / "third")
+    (root / partner).rename(root / name)
+    (root / "third").rename(root / partner)
+
+
+def test_schedulers_that_were_exchanged_load_and_are_told(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
+    exchange(newer, "scheduler.bin", "scheduler_1.bin")
+    words = (
+        "its learning rates are those of optimizer_1.bin (expected those of optimizer.bin, as in checkpoint_3"
+    )
+    assert told(newer) == [f"scheduler.bin: {words}; scheduler_1.bin has those)"]
+    assert told(older) == []
+    assert Run(1, SCHEDULES["ExponentialLR"], SCHEDULES["StepLR"]).goes_on(newer), "stock accelerate loads it"
+    alone = Path(shutil.copytree(newer, tmp_path / "alone"))
+    assert told(alone) == [], "a script may prepare its schedulers in another order"
+
+
+def test_a_scheduler_that_was_copied_over_another_is_told(tmp_path: Path) -> None:
+    _, older, newer = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
+    shutil.copy(older / "scheduler.bin", older / "scheduler_1.bin")
+    words = "its learning rates are those of optimizer.bin (expected those of optimizer_1.bin, as in checkpoint_6)"
+    assert told(older) == [f"scheduler_1.bin: {words}"]
+    assert told(newer) == []
+
+
+def test_a_script_that_prepares_its_schedulers_in_another_order_is_not_told(tmp_path: Path) -> None:
+    folders = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
+    for root in folders:
+        exchange(root, "scheduler.bin", "scheduler_1.bin")
+    assert [told(root) for root in folders] == [[], [], []]
+
+
 def test_a_repair_of_a_script_that_sets_rates_has_no_new_finding(tmp_path: Path) -> None:
     """With its duplicates gone the folder has one optimizer and one scheduler for each model."""
     root = Path(shutil.copytree(FIXTURES / "golden/doubled-states/checkpoint", tmp_path / "checkpoint"))

@@ -355,6 +355,37 @@ class UnexplainedRates(MixedRates):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangedRates(MixedSaves):
+    """A scheduler with the learning rates of another optimizer than in a checkpoint next to this one.
+
+    ``like``: the file of that optimizer. ``reverse``: the scheduler with the rates of ``partner``, "" where none has
+    them. ``known_by``: the checkpoint.
+    """
+
+    severity = Severity.WARNING
+
+    like: str
+    reverse: str
+    known_by: str
+
+    def __str__(self) -> str:
+        reverse = f"; {self.reverse} has those" if self.reverse else ""
+        return (
+            f"{self.path}: its learning rates are those of {self.like} (expected those of {self.partner}, as in "
+            f"{self.known_by}{reverse})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to give the files their own names back: the rates alone do not show which two were exchanged."""
+        return (
+            "no load fails, and training would continue with the learning rates of another optimizer. Two schedulers "
+            "or two optimizers were exchanged, or one was copied over the other: copy all files of one save again, or "
+            "resume from another checkpoint; ignore this if the script sets the learning rate itself"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSteps(MixedSaves):
     """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another ``step``."""
 
