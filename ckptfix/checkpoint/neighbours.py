@@ -1,8 +1,8 @@
 """The other checkpoints of a run, next to one of them on this machine or in a store."""
 
 import os
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import is_one_of_several, split_number
@@ -20,7 +20,6 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     if named is None:
         return
     stem, own = named
-    above = _url_above(home)
     try:
         names = folders_next_to(home)
     except (CkptfixError, OSError):
@@ -34,21 +33,31 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     after = numbers[len(before) :]
     for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
         is_earlier = number < own and is_one_of_several(name)
-        if store_of(home) is None:
-            yield name, is_earlier, home.parent / name
-            continue
-        from ckptfix.storage.images import image_of, made, release
+        with suppress(CkptfixError), folder_next_to(home, name) as folder:
+            yield name, is_earlier, folder
 
-        if above is None:
-            with made(home.parent / name) as folder:
-                yield name, is_earlier, folder
-            continue
-        with suppress(CkptfixError):
-            image = image_of(f"{above}/{name}", complete=False)
-            try:
-                yield name, is_earlier, image
-            finally:
-                release(image)
+
+@contextmanager
+def folder_next_to(home: Path, name: str) -> Iterator[Path]:
+    """Yield the folder of this name next to another one. That of a store exists until the end of the block.
+
+    Raises CkptfixError.
+    """
+    if store_of(home) is None:
+        yield home.parent / name
+        return
+    from ckptfix.storage.images import image_of, made, release
+
+    above = _url_above(home)
+    if above is None:
+        with made(home.parent / name) as folder:
+            yield folder
+        return
+    image = image_of(f"{above}/{name}", complete=False)
+    try:
+        yield image
+    finally:
+        release(image)
 
 
 def folders_next_to(folder: Path) -> list[str]:

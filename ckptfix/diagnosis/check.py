@@ -17,6 +17,7 @@ from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_componen
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
+from ckptfix.diagnosis.exchanged import diagnose_exchanged
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
@@ -285,6 +286,8 @@ def check(
         grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
         lacking = tuple(compared(target.root, grouped, told))
+        damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
+        lacking += tuple(diagnose_exchanged(folder, grouped, damaged))
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have some.

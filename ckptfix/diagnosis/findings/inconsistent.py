@@ -24,8 +24,8 @@ class WrongState(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a file holds another kind of state than its name says, such as `optimizer.bin` with the state of a scheduler, "
-        "or weights without numbers"
+        "a file holds another state than its name says, such as `optimizer.bin` with the state of a scheduler, two "
+        "exchanged models, or weights without numbers"
     )
 
     holds: str
@@ -41,6 +41,29 @@ class WrongState(Finding):
     def advice(self) -> str:
         """Advice to give both files their names back, or to bring the right file."""
         return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacedEntry(WrongState):
+    """A model or an optimizer that checkpoints next to this one have under another number, or not at all."""
+
+    severity = Severity.WARNING
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, and what a change of the script makes of it."""
+        change = "prepares its objects in another order" if self.exchanged_with else "has other objects"
+        return (
+            f"{self.effect}: {_right_file(self.path, self.exchanged_with)}. If the script {change} since this save, "
+            "ignore this"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedModel(MisplacedEntry):
+    """A model of other keys or shapes than in checkpoints next to this one: the script may have changed it."""
+
+    severity = Severity.NOTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,185 @@
+"""Models and optimizers under the names of others: stock load_state refuses them, and runs that changed stay silent."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckptfix import check
+from ckptfix.storage import stores
+from tests.diagnosis.test_mixed_saves import exchange
+from tests.stores.servers import upload_folder
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+
+
+class Run:
+    """A run of two networks: the first has three tensors more than the second."""
+
+    def __init__(self, optimizer: Optimizer = torch.optim.AdamW, *, is_crossed: bool = False) -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=True)
+        first = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.models = [first, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))]
+        self.optimizers = [optimizer(model.parameters(), lr=0.01) for model in self.models]
+        self.accelerator.prepare(*self.models)
+        self.accelerator.prepare(*(self.optimizers[::-1] if is_crossed else self.optimizers))
+
+    def save(self, root: Path, *, safe: bool = True) -> Path:
+        """Make a step of each network, and save."""
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            model(torch.rand(4, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.accelerator.save_state(str(root), safe_serialization=safe)
+        return root
+
+
+def saves(root: Path, run: Run, numbers: Sequence[int] = (1, 2, 3), *, safe: bool = True) -> list[Path]:
+    return [run.save(root / f"checkpoint_{number}", safe=safe) for number in numbers]
+
+
+def is_refused(root: Path, optimizer: Optimizer = torch.optim.AdamW) -> bool:
+    """Return whether a new run does not load a checkpoint, or fails in its next step."""
+    run = Run(optimizer)
+    try:
+        run.accelerator.load_state(str(root))
+        run.save(root.parent / "again")
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
+def told(root: Path) -> list[tuple[str, str]]:
+    """Return severity and sentence of each finding."""
+    return [(finding.severity.value, str(finding)) for finding in check(root).findings]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin", "optimizer.bin"])
+def test_two_files_with_each_others_names_are_told(
+    kind: str, at: int, optimizer: Optimizer, tmp_path: Path
+) -> None:
+    folders = saves(tmp_path, Run(optimizer), safe=kind != "pytorch_model.bin")
+    partner = kind.replace(".", "_1.")
+    exchange(folders[at], kind, partner)
+    assert is_refused(folders[at], optimizer)
+    holds = "parameters" if kind == "optimizer.bin" else "keys and shapes"
+    words = f"{kind}: it holds the {holds} of {partner} (expected its own, as in 2 checkpoints next to it)"
+    assert told(folders[at]) == [("warning", f"{words}; it was exchanged with {partner}")]
+    assert [check(root).findings for root in folders if root != folders[at]] == [(), ()]
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.bin"])
+def test_one_checkpoint_next_to_it_is_enough(kind: str, tmp_path: Path) -> None:
+    first, second = saves(tmp_path, Run(), (1, 2))
+    alone = Path(shutil.copytree(first, tmp_path / "alone"))
+    for root in (first, alone):
+        exchange(root, kind, kind.replace(".", "_1."))
+    assert [severity for severity, _ in told(first)] == ["warning"]
+    assert told(second) == [], "its optimizers fit its models"
+    assert told(alone) == [], "a script may prepare its objects in any order"
+
+
+def test_a_script_that_prepares_its_optimizers_in_another_order_is_not_told(tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run(is_crossed=True))
+    assert [told(root) for root in folders] == [[], [], []]
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.bin"])
+def test_a_file_that_was_copied_over_another_is_told(kind: str, tmp_path: Path) -> None:
+    _, root, _ = saves(tmp_path, Run())
+    partner = kind.replace(".", "_1.")
+    shutil.copy(root / kind, root / partner)
+    assert is_refused(root)
+    assert f"{partner}: it holds the " in told(root)[0][1]
+
+
+def rewrite(root: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Change the tensors of the second model."""
+    path = root / "model_1.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+def grown(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a network that got a layer more."""
+    return {**state, "2.weight": torch.rand(1, 1), "2.bias": torch.rand(1)}
+
+
+def adapted(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a network as PEFT wraps it."""
+    wrapped = {f"base_model.model.{key.replace('.', '.base_layer.')}": value for key, value in state.items()}
+    return {**wrapped, "base_model.model.0.lora_A.default.weight": torch.rand(2, 2)}
+
+
+def compiled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a network as torch.compile wraps it."""
+    return {f"_orig_mod.{key}": value for key, value in state.items()}
+
+
+def foreign(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a network of another run."""
+    return {"encoder.weight": torch.rand(5, 5), "encoder.bias": torch.rand(5)}
+
+
+@pytest.mark.parametrize("change", [foreign, lambda state: {}])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_the_model_of_another_run_is_told(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], at: int, tmp_path: Path
+) -> None:
+    root = saves(tmp_path, Run())[at]
+    rewrite(root, change)
+    assert is_refused(root)
+    assert told(root)[0][0] == "warning"
+    assert "(expected 4 tensors, as in 2 checkpoints next to it)" in told(root)[0][1]
+
+
+@pytest.mark.parametrize("change", [grown, adapted])
+def test_a_model_that_changed_is_a_note_at_most(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """The newest checkpoint is the first one with the change, and then those before it are the last ones without."""
+    folders = saves(tmp_path, Run(), (1, 2, 3, 4, 5))
+    for changed in folders[:0:-1]:
+        rewrite(changed, change)
+        severities = {severity for root in folders for severity, words in told(root)}
+        assert severities <= {"note"}
+
+
+def test_a_model_that_was_compiled_later_is_not_told(tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    rewrite(folders[-1], compiled)
+    codes = [finding.code for root in folders for finding in check(root).findings]
+    assert codes == ["wrapper-prefix"]
+
+
+def test_parameters_that_an_optimizer_gets_later_are_not_told(tmp_path: Path) -> None:
+    run = Run()
+    folders = saves(tmp_path, run, (1, 2))
+    run.optimizers[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    folders += saves(tmp_path, run, (3,))
+    assert all("exchanged" not in words for root in folders for _, words in told(root))
+
+
+def test_a_checkpoint_in_a_store_is_compared_for_two_requests(tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    url = f"memory://{os.urandom(6).hex()}"
+    upload_folder(tmp_path, url)
+    before = stores.TRAFFIC.requests
+    assert check(f"{url}/checkpoint_2").findings == ()
+    healthy = stores.TRAFFIC.requests - before
+    exchange(folders[1], "model.safetensors", "model_1.safetensors")
+    upload_folder(folders[1], f"{url}/checkpoint_2")
+    assert told(folders[1]) == [
+        (one.severity.value, str(one)) for one in check(f"{url}/checkpoint_2").findings
+    ]
+    assert healthy < 20
