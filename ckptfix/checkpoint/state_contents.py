@@ -29,6 +29,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.model_configs import is_pretrained
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import (
+    CALLS,
     Kind,
     Node,
     PickleTree,
@@ -43,6 +44,7 @@ from ckptfix.formats.pickle_tree import (
 )
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_pickle import optimizers
 from ckptfix.formats.torch_tensors import META_TENSOR, PickledStorage, is_tensor, read_tensor, storages
 from ckptfix.wording import count_of, list_names
 
@@ -180,6 +182,28 @@ def holds_no_tensor(file: TorchFile | SafetensorsFile) -> bool:
         return is_dict_like(file.tree.root) and not any(True for _ in pairs(file.tree.root))
     except FormatError:
         return False
+
+
+def may_hide_weights(file: TorchFile) -> bool:
+    """Return whether a file has values that may be weights and cannot be read, such as quantized tensors or a list.
+
+    Numbers and texts next to tensors are not weights, and the moments of an optimizer are its own.
+    """
+    try:
+        known: list[Any] = [node for _, node in optimizers(file.tree.root)]
+        for state_dict in file.state_dicts:
+            node = file.tree.root
+            for step in state_dict.path:
+                node = child(node, step)
+            for key, value in pairs(node):
+                is_read = type(key) is Text and key.value not in state_dict.opaque_keys
+                if is_read or (type(key) is Text and key.value.endswith("_extra_state")):
+                    known.append(value)
+                elif any(part.kind in CALLS and not is_dict_like(part) for part in every_node(value)):
+                    return True
+    except FormatError:
+        return True
+    return any(map(is_tensor, every_node(file.tree.root, callees=False, without=known)))
 
 
 def weights_without_tensors(folder: CheckpointFolder) -> Iterator[Component]:

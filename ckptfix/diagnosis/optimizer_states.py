@@ -20,6 +20,7 @@ from ckptfix.checkpoint.keys import WRAPPERS, is_flat_name
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS
 from ckptfix.checkpoint.run_states import parameter_names
+from ckptfix.checkpoint.state_contents import may_hide_weights
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
@@ -124,7 +125,8 @@ class Weights:
     ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
     number. ``is_of_trainer``: in a folder of the Trainer. ``are_of_file``: in the file of the optimizer itself.
     ``are_trained``: they may be the trained ones alone. ``are_converted``: parameters may have other shapes, with as
-    many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list.
+    many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list. ``empty``: the
+    file of a model without a tensor, "" where a model has some.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -137,6 +139,7 @@ class Weights:
     are_trained: bool = False
     are_converted: bool = False
     are_adapter: bool = False
+    empty: str = ""
 
     def why_not_compared(self, saved: SavedOptimizer) -> str:
         """Return why an optimizer is not fully compared with these weights, "" where it is."""
@@ -451,9 +454,11 @@ def _weights_of(
             largest |= in_format
         counts += largest
     dcp = {state.path for state in sharded}
+    files = [one for one in own if one.role is Role.MODEL]
     return Weights(
         shapes=shapes,
         counts=counts,
+        empty=str(files[0].path) if files and not any(one.tensors for one in files) else "",
         every=frozenset(shape for of_name in shapes.values() for shape in of_name),
         tensors=len(in_folders)
         + sum(max(in_format.total() for in_format in formats.values()) for formats in families.values()),
@@ -466,7 +471,8 @@ def _weights_of(
             and bool(models or any(one.role is Role.MODEL or _is_adapter(one) for one in own))
             and not has_deepspeed
             and not damaged
-            and all(one.problem is None and not _is_opaque(one) for one in own)
+            and all(one.problem is None for one in own)
+            and not any(isinstance(one.content, TorchFile) and may_hide_weights(one.content) for one in own)
             and all(one.name.rank is None for one in own)
             and all(kind != PLAIN_FOLDER or path in dcp for path, kind in folder.subfolders.items())
             and not any(path.name.endswith((*OTHER_WEIGHTS, REPORT)) for path in folder.strays)
@@ -500,12 +506,6 @@ def _is_converted(component: Component) -> bool:
 def _is_adapter(component: Component) -> bool:
     """Return whether a file has the weights of an adapter, which PEFT's own loader reads."""
     return bool(component.tensors) and component.name.stem.startswith(_ADAPTER)
-
-
-def _is_opaque(component: Component) -> bool:
-    """Return whether a model's file has values that may be weights and cannot be read, such as quantized tensors."""
-    dicts = component.content.state_dicts if isinstance(component.content, TorchFile) else ()
-    return any(not key.endswith("_extra_state") for one in dicts for key in one.opaque_keys)
 
 
 def bare(name: str) -> str:
@@ -809,4 +809,5 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
             is_foreign=not (moments and weights.every - {()} <= moments.keys()),
             surplus=surplus,
             is_of_trainer=is_of_trainer,
+            empty=weights.empty,
         )

@@ -10,6 +10,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptfix
 from ckptfix import check
@@ -181,6 +182,72 @@ def test_an_ema_and_a_loss_with_weights_that_are_registered_are_healthy(tmp_path
     step(model, optimizer)
     step(loss, optimizer)
     assert found(save(tmp_path / "checkpoint", [model], [optimizer], custom=(average, loss))) == []
+
+
+class Kept:
+    """An object of a script that keeps a value."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> Any:
+        """Return the value."""
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take a value."""
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", [None, {"n": 3, "t": torch.zeros(3), "name": "a", "more": {"k": [1, 2]}}])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_a_model_that_lost_its_tensors_is_told_next_to_a_custom_object(
+    name: str, kept: Any, tmp_path: Path
+) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    custom = (Kept(kept),) if kept else ()
+    root = save(tmp_path / "checkpoint", [model], [optimizer], custom=custom)
+    assert found(root) == []
+    (root / "model.safetensors").unlink()
+    if name == "pytorch_model.bin":
+        torch.save({}, root / name)
+    else:
+        save_file({}, root / name, {"format": "pt"})
+    assert found(root) == [
+        f"unsaved-parameters: optimizer.bin: it has 7 parameters, and {name} holds no tensors"
+    ]
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(net())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        accelerator.load_state(str(root))
+
+
+def test_the_state_of_a_custom_object_in_place_of_a_model_is_told(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer], custom=(Kept({"n": 3, "t": torch.zeros(3)}),))
+    (root / "model.safetensors").unlink()
+    shutil.copy(root / "custom_checkpoint_0.pkl", root / "pytorch_model.bin")
+    assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
+
+
+@pytest.mark.parametrize("form", ["list", "list next to a tensor", "numpy", "dict of dicts"])
+def test_weights_in_a_custom_object_of_any_form_are_healthy(form: str, tmp_path: Path) -> None:
+    model, loss = net(), torch.nn.Bilinear(4, 9, 2)
+    weights = [one.detach() for one in loss.parameters()]
+    kept = {
+        "list": {"weights": weights, "n": 3},
+        "list next to a tensor": {"weights": weights, "t": torch.zeros(3)},
+        "numpy": {"weights": [one.numpy() for one in weights], "t": torch.zeros(3)},
+        "dict of dicts": {"n": 3, "loss": {"state": loss.state_dict()}},
+    }[form]
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    step(model, optimizer)
+    step(loss, optimizer)
+    assert found(save(tmp_path / "checkpoint", [model], [optimizer], custom=(Kept(kept),))) == []
 
 
 def test_adapters_alone_in_the_groups_are_healthy(tmp_path: Path) -> None:

@@ -451,7 +451,7 @@ class UnsavedParameters(OptimizerFinding):
     ``moments`` and ``weights``: all shapes of either. ``is_foreign``: some of the weights have no moments of their
     shape, so that the optimizer is likelier to belong to another model than to one module more. ``surplus``: shapes
     of which more parameters have moments than there are weights, with both numbers. ``is_of_trainer``: the Trainer
-    loads it, and not ``load_state``.
+    loads it, and not ``load_state``. ``empty``: the file of the only model, if it has no tensor.
     """
 
     code = "unsaved-parameters"
@@ -471,9 +471,12 @@ class UnsavedParameters(OptimizerFinding):
     is_foreign: bool = False
     surplus: tuple[tuple[Shape, int, int], ...] = ()
     is_of_trainer: bool = False
+    empty: str = ""
 
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
+        if self.empty:
+            return f"{self.place}: it has {parameters}, and {self.empty} holds no tensors"
         if self.surplus:
             shape, moments, weights = self.surplus[0]
             more = f"; {count_of(len(self.surplus) - 1, 'shape')} more" if len(self.surplus) > 1 else ""
@@ -523,6 +526,12 @@ class UnsavedParameters(OptimizerFinding):
                 f"accelerator.register_for_checkpointing(). If the file belongs to another run instead, {other_run}"
             )
         module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
+        if self.empty:
+            return (
+                f"the weights are lost, and load_state fails: copy {self.empty} again, or resume from another "
+                "checkpoint. If that model has no parameters, as a loss, the optimizer has a module that was not "
+                f"prepared: {module}"
+            )
         if self.may_be_tied:
             return (
                 "nothing is lost where parameters share their memory, as after head.weight.data = emb.weight.data: "
