@@ -44,7 +44,7 @@ from ckptfix.formats.pickle_tree import (
 )
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_pickle import optimizers
+from ckptfix.formats.torch_pickle import name_lists, optimizers
 from ckptfix.formats.torch_tensors import META_TENSOR, PickledStorage, is_tensor, read_tensor, storages
 from ckptfix.wording import count_of, list_names
 
@@ -298,12 +298,17 @@ def _is_text(value: object) -> bool:
 
 
 def _without_numbers(expected: Content, file: TorchFile) -> StateProblem | None:
-    if META_TENSOR not in file.tree.globals:
-        return None
-    calls = (node.head for node in every_node(file.tree.root) if node.kind is Kind.CALL)
-    count = sum(type(head) is Node and head.is_global(*META_TENSOR) for head in calls)
-    if not count:
-        return None
+    count = _count_meta(file.tree.root) if META_TENSOR in file.tree.globals else 0
+    return _of_meta(expected, count) if count else None
+
+
+def _count_meta(*values: object) -> int:
+    """Return the number of tensors on the meta device that some values refer to."""
+    calls = (node.head for node in every_node(values) if node.kind is Kind.CALL)
+    return sum(type(head) is Node and head.is_global(*META_TENSOR) for head in calls)
+
+
+def _of_meta(expected: Content, count: int) -> StateProblem:
     holds = f"{count_of(count, 'tensor')} on the meta device, without numbers"
     remedy = (
         "the weights were offloaded when the script saved them; save them again with accelerator.save_model(model, "
@@ -312,6 +317,23 @@ def _without_numbers(expected: Content, file: TorchFile) -> StateProblem | None:
         else ""
     )
     return StateProblem(expected, holds, Content.WITHOUT_NUMBERS, remedy)
+
+
+def problems_inside(file: TorchFile) -> Iterator[tuple[str, StateProblem]]:
+    """Yield the state dicts and optimizers in a file of any name that lack numbers, each with its keys."""
+    if META_TENSOR not in file.tree.globals:
+        return
+    try:
+        for place in name_lists(file.tree):
+            if place.kind == "state dict":
+                values = [value for _, value in pairs(place.node) if is_tensor(value)]
+                if count := _count_meta(*values):
+                    yield ".".join(place.path), _of_meta(Content.MODEL, count)
+        for path, node in optimizers(file.tree.root):
+            if count := _count_meta(node):
+                yield ".".join(path), _of_meta(Content.OPTIMIZER, count)
+    except FormatError:
+        return
 
 
 def _judged(expected: Content, file: TorchFile) -> StateProblem | None:

@@ -23,6 +23,7 @@ from ckptfix.diagnosis.file_damage import (
     DeepSpeedState,
     diagnose_deepspeed,
     diagnose_files,
+    diagnose_meta_tensors,
     diagnose_rank_files,
     diagnose_shards,
     diagnose_wrong_states,
@@ -227,6 +228,7 @@ def diagnose(
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
         findings += diagnose_wrong_states(folder)
+        findings += diagnose_meta_tensors(folder)
         damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))
         unreliable = _paths(findings, _OF_HEADERS)

@@ -36,6 +36,8 @@ from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
     Content,
     content_of,
+    is_weights_file,
+    problems_inside,
     state_problem,
     weights_without_tensors,
 )
@@ -645,6 +647,25 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             exchanged_with=exchanged_with,
             remedy=problem.remedy,
         )
+
+
+def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
+    """Yield the states without numbers in files whose content a script chooses. No loader knows their names."""
+    for component in folder.components:
+        is_free = component.role in _FREE and not is_weights_file(component.name)
+        if is_free and isinstance(component.content, TorchFile):
+            for key, problem in problems_inside(component.content):
+                yield UnknownState(
+                    path=component.path,
+                    key=key,
+                    holds=problem.holds,
+                    expected=problem.expected.value,
+                    effect="load_state_dict fails, unless the model is on the meta device, too",
+                    remedy=problem.remedy,
+                )
+
+
+_FREE = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
 
 
 def _is_pretrained(folder: CheckpointFolder) -> bool:

@@ -218,6 +218,43 @@ def test_the_state_dict_of_an_offloaded_model_has_no_numbers(tmp_path: Path) -> 
     net().load_state_dict(torch.load(tmp_path / WEIGHTS))
 
 
+META = "on the meta device, without numbers (expected"
+BUNDLES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
+    "alone": (lambda model, optimizer: model, [f"it holds 7 tensors {META} a model's weights)"]),
+    "in a dict": (
+        lambda model, optimizer: {"nets": {"g": model}, "epoch": 3},
+        [f"nets.g: it holds 7 tensors {META} a model's weights)"],
+    ),
+    "one tensor of many": (
+        lambda model, optimizer: {"model": {**net().state_dict(), "0.weight": model["0.weight"]}},
+        [f"model: it holds 1 tensor {META} a model's weights)"],
+    ),
+    "moments": (
+        lambda model, optimizer: {"model": net().state_dict(), "optimizer": optimizer},
+        [f"optimizer: it holds 1 tensor {META} an optimizer's state)"],
+    ),
+    "nothing": (lambda model, optimizer: {"model": net().state_dict(), "epoch": 3}, []),
+}
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "epoch_3.ckpt", "custom_checkpoint_0.pkl"])
+@pytest.mark.parametrize("case", BUNDLES)
+def test_states_without_numbers_are_found_under_any_name(case: str, name: str, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+    moments = optimizer.state_dict()
+    moments["state"][0]["momentum_buffer"] = moments["state"][0]["momentum_buffer"].to("meta")
+    weights = {key: value.to("meta") for key, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        net().load_state_dict(weights)
+    make, sentences = BUNDLES[case]
+    torch.save(make(weights, moments), tmp_path / name)
+    assert told(tmp_path) == [f"unknown-state: {name}: {words}" for words in sentences]
+    assert check(tmp_path / name).status == check(tmp_path).status == bool(sentences)
+
+
 def test_moments_on_the_meta_device_are_found(tmp_path: Path) -> None:
     root = saved_by_accelerate(tmp_path / "checkpoint_0")
     state = torch.load(root / "optimizer.bin")
