@@ -74,6 +74,9 @@ _KEYS = (
     (Content.GRAD_SCALER, _SCALER_KEYS),
     (Content.RANDOM_STATES, frozenset(("random_state", "numpy_random_seed", "torch_manual_seed"))),
     (Content.TRAINER_RANDOM_STATES, frozenset(("python", "numpy", "cpu"))),
+    # torchdata's StatefulDataLoader without workers, and with them.
+    (Content.DATALOADER, frozenset(("_num_yielded", "_sampler_iter_yielded"))),
+    (Content.DATALOADER, frozenset(("_snapshot", "_steps_since_snapshot"))),
 )
 """Keys that a state has, whatever else is in it; the loaders ask for them."""
 

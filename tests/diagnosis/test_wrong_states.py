@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -321,6 +322,25 @@ def test_samplers_and_data_loaders_are_judged_by_other_states_alone(
     for name in ("dl_state_dict.bin", "sampler.bin"):
         torch.save(saved[RANDOM], root / name)
     assert len(told(root, "wrong-state")) == 2
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", [SCHEDULER, OPTIMIZER])
+def test_the_state_of_a_data_loader_in_place_of_another_is_told(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    loading = pytest.importorskip("torchdata.stateful_dataloader")
+    root = Run().save(tmp_path / "checkpoint_0")
+    loader = loading.StatefulDataLoader(list(range(8)), num_workers=workers)
+    next(iter(loader))
+    torch.save(loader.state_dict(), root / "dl_state_dict.bin")
+    assert told(root) == []
+    shutil.copy(root / "dl_state_dict.bin", root / name)
+    if name == SCHEDULER:
+        assert Run().accelerator.load_state(str(root)) is None, "most schedulers take any dict"
+    (words,) = told(root, "wrong-state")
+    assert f"{name}: it holds a data loader's state" in words
 
 
 # --- healthy twins -------------------------------------------------------------------------------------------------
