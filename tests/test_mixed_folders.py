@@ -14,8 +14,10 @@ import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
+from ckptfix.diagnosis.findings.damaged import IndexMismatch
 from ckptfix.errors import RolledBackError
 from tests.repairs.builders import RANDOM_STATES, snapshot, write_safetensors
+from tests.weight_loaders import assert_none_switched, loaded
 
 CHAINS = ("", "", "module.", "module.module.", "module.module.module.", "_orig_mod.", "module._orig_mod.")
 MODELS = ({"a": b"1" * 8, "b.c": b"2" * 4}, {"a": b"9" * 8, "b.c": b"2" * 4}, {"x": b"5"})
@@ -72,7 +74,7 @@ def errors(folder: Path) -> set[str]:
 
 
 def lost_names(findings: Any) -> set[str]:
-    return {name for finding in findings if finding.code == "index-mismatch" for name in finding.lost}
+    return {name for finding in findings if isinstance(finding, IndexMismatch) for name in finding.lost}
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -88,7 +90,7 @@ def test_any_folder(tmp_path: Path, seed: int) -> None:
     if not any(tmp_path.iterdir()):
         write_entries(tmp_path, rnd, "model", ".safetensors")
     policy = any_policy(rnd)
-    before, found = snapshot(tmp_path), errors(tmp_path)
+    before, found, taken = snapshot(tmp_path), errors(tmp_path), loaded(tmp_path)
     try:
         receipt = repair(tmp_path, policy=policy)
     except RolledBackError as error:
@@ -98,6 +100,8 @@ def test_any_folder(tmp_path: Path, seed: int) -> None:
         assert {name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name} == before
         repair(tmp_path)
         return
+    if policy == Policy():
+        assert_none_switched(taken, loaded(tmp_path))
     left = errors(tmp_path)
     assert left <= found, "a repair made an error that was not there"
     if lost_names(receipt.found):

@@ -366,7 +366,7 @@ def _warnings_of_folder(path: Path, findings: tuple[Finding, ...], keys: Keys | 
 
 
 def _next(path: Path, finding: Finding) -> str:
-    if isinstance(finding, IndexMismatch):
+    if isinstance(finding, IndexMismatch) and finding.is_fixable:
         return command("repair", path)
     if isinstance(finding, FlatParameters):
         return "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT in the run that wrote it"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
@@ -40,6 +41,7 @@ from ckptfix.diagnosis.findings.damaged import (
     TrailingBytes,
     TruncatedFile,
     UncheckedFile,
+    UndecidedIndex,
     UnloadablePickle,
     UnsafePickle,
 )
@@ -247,7 +249,12 @@ def diagnose(
             findings += diagnose_empty_schedulers(folder, home or folder.root)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:
-            findings += diagnose_families(folder.root, groups, corrupt, data=data, progress=progress)
+            # After a repair, too: by samples alone a difference that it found before would be gone.
+            proves = prove or known is not None
+            of_families = diagnose_families(
+                folder.root, groups, corrupt, prove=proves, data=data, progress=progress
+            )
+            findings = [*_undecided(findings, of_families.switches), *of_families.findings]
         of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
         findings += of_save.findings
         findings += broken_trainer_state(folder, trainer)
@@ -282,6 +289,19 @@ def diagnose(
         digests=digests,
         links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
     )
+
+
+def _undecided(
+    findings: Iterable[Finding], switches: Mapping[PurePosixPath, Mapping[str, PurePosixPath]]
+) -> Iterator[Finding]:
+    """Yield findings, with a question for each missing index that would change what a loader takes."""
+    for finding in findings:
+        loads = switches.get(finding.path)
+        if loads and isinstance(finding, IndexMismatch) and finding.is_fixable and finding.absent:
+            known = {field.name: getattr(finding, field.name) for field in fields(finding)}
+            yield UndecidedIndex(**known, loads=loads)
+        else:
+            yield finding
 
 
 _OF_ONE_SAVE = frozenset((Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE))

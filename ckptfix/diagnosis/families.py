@@ -5,7 +5,7 @@ loaded depends on the loader. Families are compared only where one call of a loa
 ``fp16`` are asked for by name, and adapters, ``consolidated.safetensors`` and FSDP's files have loaders of their own.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -49,6 +49,13 @@ takes an index only where neither file exists. transformers 5.23.0: ``_get_resol
 PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``.
 """
 
+_BY_OPTION = {("diffusers", _BIN_INDEX)}
+"""Kinds that a loader takes only with an option: ``use_safetensors=False``."""
+
+_IN_MODEL = "load_checkpoint_in_model"
+_FILES_IN_MODEL = ("model.safetensors", "pytorch_model.bin")
+"""Files that it takes before an index."""
+
 _OF_VARIANTS = ("transformers", "diffusers")
 """Loaders with an option ``variant``."""
 
@@ -70,6 +77,11 @@ class _Family(NamedTuple):
     path: PurePosixPath
     group: ModelFiles
 
+    @property
+    def is_found(self) -> bool:
+        """True where loaders find it: shards without their index are invisible to them."""
+        return self.group.index_path is None or self.group.index is not None
+
     def tensors(self) -> dict[str, _Stored]:
         """Return its tensors by key, without the wrappers of all keys, which one save may have and the other not."""
         stored = [_Stored(tensor, member.path) for member in self.group.members for tensor in member.tensors]
@@ -77,17 +89,29 @@ class _Family(NamedTuple):
         return {bare(one.info.fqn): one for one in stored}
 
 
+class FamilyFindings(NamedTuple):
+    """Findings about the models that a folder holds twice, and the indexes that would change what a loader takes.
+
+    ``switches``: missing index -> loader -> the file or index that it takes now, and no longer with this index.
+    """
+
+    findings: tuple[Finding, ...]
+    switches: Mapping[PurePosixPath, Mapping[str, PurePosixPath]]
+
+
 def diagnose_families(
     root: Path,
-    groups: Iterable[ModelFiles],
+    groups: Sequence[ModelFiles],
     damaged: Collection[PurePosixPath],
     *,
+    prove: bool,
     data: bool,
     progress: Progress | None,
-) -> Iterator[Finding]:
-    """Yield a finding for each model that a folder holds twice. ``damaged``: files that lost bytes.
+) -> FamilyFindings:
+    """Find the models that a folder holds twice. ``damaged``: files that lost bytes.
 
-    Samples of the bytes are compared, or with ``data`` all of them. Raises OSError.
+    Samples of the bytes are compared. With ``data`` all of them are, with ``prove`` those of shards without their
+    index: it may be written only where the loaders that take it get the same weights. Raises OSError.
     """
     models: dict[tuple[ModelName, int], list[_Family]] = {}
     for group in groups:
@@ -96,6 +120,8 @@ def diagnose_families(
         if name is not None and name.model is not None and kind is not None:
             path = group.index_path or group.members[0].path
             models.setdefault((name.model, name.index), []).append(_Family(kind, path, group))
+    findings: list[Finding] = []
+    switches = _second_indexes(groups, [one for families in models.values() for one in families])
     for (model, index), families in models.items():
         loaders = {
             loader: order
@@ -108,14 +134,61 @@ def diagnose_families(
             (family for family in families if family.kind in order),
             key=lambda family: order.index(family.kind),
         )
-        loads = {
-            loader: taken
-            for loader, kinds in loaders.items()
-            for taken in [family.path for kind in kinds for family in families if family.kind == kind][:1]
-        }
+        loads = _taken(loaders, [family for family in families if family.is_found])
+        paths = {loader: family.path for loader, family in loads.items()}
         comparable = [family for family in families if _is_comparable(family.group, damaged)]
+        equal = {family.path for family in comparable[:1]}
         for family in comparable[1:]:
-            yield _compared(root, comparable[0], family, loads, data=data, progress=progress)
+            is_unlisted = not (family.is_found and comparable[0].is_found)
+            of_pair = _compared(
+                root, comparable[0], family, paths, data=data or (prove and is_unlisted), progress=progress
+            )
+            findings.append(of_pair)
+            if isinstance(of_pair, SecondFamily) and of_pair.is_equal:
+                equal.add(family.path)
+        for family in families:
+            if family.is_found:
+                continue
+            after = _taken(loaders, [one for one in families if one.is_found or one is family])
+            switches.setdefault(family.path, {}).update(
+                (loader, before.path)
+                for loader, before in loads.items()
+                if after[loader] is family
+                and before.group.is_whole
+                and not {before.path, family.path} <= equal
+            )
+    return FamilyFindings(tuple(findings), switches)
+
+
+def _taken(loaders: Mapping[str, Iterable[str]], families: Iterable[_Family]) -> dict[str, _Family]:
+    """Return the family that each loader takes of those that it finds."""
+    by_kind = {family.kind: family for family in families}
+    return {
+        loader: taken[0]
+        for loader, order in loaders.items()
+        if (
+            taken := [by_kind[kind] for kind in order if kind in by_kind and (loader, kind) not in _BY_OPTION]
+        )
+    }
+
+
+def _second_indexes(
+    groups: Iterable[ModelFiles], families: Iterable[_Family]
+) -> dict[PurePosixPath, dict[str, PurePosixPath]]:
+    """Return the missing indexes with which ``load_checkpoint_in_model`` fails, and the index that it takes now.
+
+    Without a model in one file it takes the only index of the folder, of any model, and refuses a second one.
+    """
+    if any(family.path.name in _FILES_IN_MODEL for family in families):
+        return {}
+    indexes = {
+        group.index_path: group for group in groups if group.index_path is not None and group.stale_of is None
+    }
+    plain = {path: group for path, group in indexes.items() if path.name.endswith(".index.json")}
+    present = [path for path, group in plain.items() if group.index is not None]
+    if len(present) != 1 or not plain[present[0]].is_whole:
+        return {}
+    return {path: {_IN_MODEL: present[0]} for path, group in plain.items() if group.index is None}
 
 
 def _name(group: ModelFiles) -> FileName | None:
@@ -158,8 +231,9 @@ def _compared(
     *,
     data: bool,
     progress: Progress | None,
-) -> Finding:
+) -> StaleFamily | SecondFamily:
     """Compare two families of one model."""
+    unlisted = tuple(family.path for family in (first, second) if not family.is_found)
     left, right = first.tensors(), second.tensors()
     shared = left.keys() & right.keys()
     changed = tuple(fqn for fqn in left if fqn in shared and left[fqn].info[1:3] != right[fqn].info[1:3])
@@ -170,6 +244,7 @@ def _compared(
             path=second.path,
             preferred=first.path,
             loads=loads,
+            unlisted=unlisted,
             tensors=len(shared),
             own=own,
             absent=absent,
@@ -180,12 +255,18 @@ def _compared(
     difference, sampled = _difference(root, pairs, runs, data=data, progress=progress)
     if difference is not None:
         return StaleFamily(
-            path=second.path, preferred=first.path, loads=loads, tensors=len(shared), difference=difference
+            path=second.path,
+            preferred=first.path,
+            loads=loads,
+            unlisted=unlisted,
+            tensors=len(shared),
+            difference=difference,
         )
     return SecondFamily(
         path=second.path,
         preferred=first.path,
         loads=loads,
+        unlisted=unlisted,
         tensors=len(shared),
         uncompared=len(pairs) - len(runs),
         sampled=sampled,

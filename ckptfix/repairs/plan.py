@@ -19,7 +19,12 @@ from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
 from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action, Finding
-from ckptfix.diagnosis.findings.damaged import IndexMismatch, NoFormatMetadata, TrailingBytes
+from ckptfix.diagnosis.findings.damaged import (
+    IndexMismatch,
+    NoFormatMetadata,
+    TrailingBytes,
+    UndecidedIndex,
+)
 from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,
     DoubledStates,
@@ -433,7 +438,9 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if not group.is_whole:
         return "a shard is missing or unreadable, its keys could show otherwise"
     for finding in draft.all_findings:
-        if isinstance(finding, IndexMismatch) and finding.path == group.index_path and not finding.is_fixable:
+        if isinstance(finding, UndecidedIndex) or finding.path != group.index_path:
+            continue  # without an index no loader finds the shards, whatever their keys are
+        if isinstance(finding, IndexMismatch) and not finding.is_fixable:
             return f"{finding.path} and the shards disagree"
     asked: set[tuple[tuple[str, ...], str]] = set()
     for member in group.members:

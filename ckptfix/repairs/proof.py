@@ -22,7 +22,7 @@ from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.repairs.plan import Plan, make_plan
-from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step, Unplanned
+from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step, Unplanned, WriteIndex
 from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import Absent, Range
 
@@ -250,9 +250,14 @@ def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy:
         and finding.path not in asked
         and not stays & {finding.path, finding.original}
     ]
-    surprises = [step for step in plan.steps if not stays & set(step.before)]
+    surprises = [step for step in plan.steps if not stays & {*step.before, *_new_index(step)}]
     if doubles or surprises:
         raise OperationError(f"after the repair there is still something to do: {(doubles or surprises)[0]}")
+
+
+def _new_index(step: Step) -> Iterable[PurePosixPath]:
+    """Return the path of the index that a step writes; a missing one is not among the files it relies on."""
+    return (step.action.path,) if isinstance(step.action, WriteIndex) else ()
 
 
 def _prove_dcp_folders(

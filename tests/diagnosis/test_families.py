@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from ckptfix import check, repair
 from ckptfix.diagnosis.findings import SecondFamily, StaleFamily
 from tests.repairs.builders import RANDOM_STATES
+from tests.weight_loaders import REAL
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 Tensors = Mapping[str, torch.Tensor]
@@ -217,7 +216,9 @@ def test_a_repair_of_the_index_or_of_keys_shows_no_family_that_was_not_shown_bef
     before = [one.code for one in check(tmp_path).findings]
     assert before == ["nested-prefix", "nested-prefix", "index-mismatch", "stale-family"]
     repair(tmp_path)
-    assert [one.code for one in check(tmp_path).findings if one.code != "wrapper-prefix"] == ["stale-family"]
+    left = [one.code for one in check(tmp_path).findings if one.code != "wrapper-prefix"]
+    assert left == ["index-mismatch", "stale-family"]
+    assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
 def test_three_families_are_compared_with_the_first(tmp_path: Path) -> None:
@@ -241,72 +242,6 @@ def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
 # --- the loaders themselves -----------------------------------------------------------------------------------
 
 
-def net() -> Any:
-    return torch.nn.ModuleDict({name: torch.nn.Linear(3, 4, bias=False) for name in "ab"})
-
-
-def by_load_state(root: Path) -> float:
-    model = net()
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.prepare(model)
-    for state in ("random_states_0.pkl", "optimizer.bin"):
-        torch.save({"step": 0}, root / state)
-    accelerator.load_state(str(root))
-    return float(model["a"].weight.detach().mean())
-
-
-def by_load_checkpoint_in_model(root: Path) -> float:
-    model = net()
-    accelerate.load_checkpoint_in_model(model, str(root))
-    return float(model["a"].weight.detach().mean())
-
-
-def by_transformers(root: Path) -> float:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    class Model(PreTrainedModel):  # type: ignore[misc]
-        config_class = PretrainedConfig
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
-            self.post_init()
-
-    (root / "config.json").write_text("{}")
-    return float(Model.from_pretrained(root).a.weight.detach().mean())
-
-
-def by_diffusers(root: Path) -> float:
-    diffusers: Any = pytest.importorskip("diffusers")
-    mixins = (diffusers.ModelMixin, diffusers.ConfigMixin)
-
-    class Model(*mixins):  # type: ignore[misc]
-        config_name = "config.json"
-
-        @diffusers.configuration_utils.register_to_config  # type: ignore[untyped-decorator]
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
-
-    (root / "config.json").write_text('{"_class_name": "Model"}')
-    return float(Model.from_pretrained(root).a.weight.detach().mean())
-
-
-def by_peft(root: Path) -> float:
-    from peft.utils import load_peft_weights
-
-    return float(load_peft_weights(str(root), device="cpu")["a.weight"].mean())
-
-
-LOADERS: dict[str, Callable[[Path], float]] = {
-    "load_state": by_load_state,
-    "load_checkpoint_in_model": by_load_checkpoint_in_model,
-    "transformers": by_transformers,
-    "diffusers": by_diffusers,
-    "PEFT": by_peft,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",
@@ -324,5 +259,5 @@ def test_each_loader_takes_the_file_that_the_warning_names(tmp_path: Path, pair:
     for loader, path in finding.loads.items():
         root = tmp_path / "copy"
         shutil.copytree(tmp_path, root, ignore=shutil.ignore_patterns("copy"))
-        assert LOADERS[loader](root) == pair.index(str(path)), (loader, path)
+        assert REAL[loader](root) == pair.index(str(path)), (loader, path)
         shutil.rmtree(root)

@@ -1,6 +1,6 @@
 """Findings about damaged files and indexes, and about pickles that can run code or that ``torch.load`` refuses."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -289,6 +289,37 @@ class IndexMismatch(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndecidedIndex(IndexMismatch):
+    """A missing index with which a loader would take other weights than now, or fail.
+
+    ``loads``: each of these loaders -> the file or index that it takes now.
+    """
+
+    code = IndexMismatch.code
+    severity = Severity.WARNING
+    action = Action.TELL
+
+    loads: Mapping[str, PurePosixPath]
+
+    @property
+    def is_fixable(self) -> bool:
+        """False, as only the user knows which of the two is wanted."""
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.path} is missing, its shards are there; {_loads(self.loads)} now, and would not with this index"
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the two, as only the user knows which one is wanted."""
+        taken = series(sorted({str(path) for path in self.loads.values()}))
+        return (
+            f"not written: move what you do not want out of the folder, the shards or {taken}; if the shards stay, "
+            "then repair"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OddIndex(Finding):
     """An index that differs from the headers in a way that changes no load.
 
@@ -354,7 +385,8 @@ class StaleFamily(Finding):
     """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards, with other values.
 
     ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index that it takes.
-    ``tensors``: the number of keys that both have. ``difference``: the first key whose values differ.
+    ``unlisted``: which of the two is an index that is missing, so that no loader finds its shards. ``tensors``: the
+    number of keys that both have. ``difference``: the first key whose values differ.
     """
 
     code = "stale-family"
@@ -367,31 +399,33 @@ class StaleFamily(Finding):
 
     preferred: PurePosixPath
     loads: Mapping[str, PurePosixPath]
+    unlisted: tuple[PurePosixPath, ...] = ()
     tensors: int
     difference: str
 
     def __str__(self) -> str:
+        path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
         return (
-            f"{self.path}: the same {count_of(self.tensors, 'key')} as in {self.preferred}, with other values (first "
-            f"in {self.difference!r}); {_loads(self.loads)}"
+            f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other values (first "
+            f"in {self.difference!r}){_loading(self.loads)}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return (
-            "they are of two saves: move the one that you do not want out of the folder; to compare them: "
-            f"ckptfix diff DIR/{self.preferred} DIR/{self.path}"
-        )
+        decide = "they are of two saves: move the one that you do not want out of the folder"
+        if self.unlisted:
+            return decide
+        return f"{decide}; to compare them: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondFamily(Finding):
     """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
 
-    ``preferred``, ``loads``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this one alone; ``absent``: those of
-    the preferred one alone; ``changed``: those with another dtype or shape. ``uncompared``: the number of tensors whose
-    bytes are scattered over a file. ``sampled``: not every byte of the others was compared.
+    ``preferred``, ``loads``, ``unlisted``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this one alone;
+    ``absent``: those of the preferred one alone; ``changed``: those with another dtype or shape. ``uncompared``: the
+    number of tensors whose bytes are scattered over a file. ``sampled``: not every byte of the others was compared.
     """
 
     code = "second-family"
@@ -404,6 +438,7 @@ class SecondFamily(Finding):
 
     preferred: PurePosixPath
     loads: Mapping[str, PurePosixPath]
+    unlisted: tuple[PurePosixPath, ...] = ()
     tensors: int
     own: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -411,30 +446,48 @@ class SecondFamily(Finding):
     uncompared: int = 0
     sampled: bool = False
 
+    @property
+    def is_equal(self) -> bool:
+        """True where all keys are the same, and all bytes that were compared."""
+        return not (self.own or self.absent or self.changed or self.uncompared)
+
     def __str__(self) -> str:
+        path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
         differences = (
-            (self.own, f"not in {self.preferred}"),
-            (self.absent, f"in {self.preferred} alone"),
+            (self.own, f"not in {preferred}"),
+            (self.absent, f"in {preferred} alone"),
             (self.changed, "of another dtype or shape"),
         )
         told = [
             f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}" for keys, what in differences if keys
         ]
         if told:
-            return f"{self.path}: {'; '.join(told)}; values were not compared; {_loads(self.loads)}"
+            return f"{path}: {'; '.join(told)}; values were not compared{_loading(self.loads)}"
         how = "sampled bytes" if self.sampled else "bytes"
         left = f", but for {count_of(self.uncompared, 'tensor')} not compared" if self.uncompared else ""
         return (
-            f"{self.path}: the same model as {self.preferred} ({count_of(self.tensors, 'key')}, {how} equal{left}); "
-            f"{_loads(self.loads)}"
+            f"{path}: the same model as {preferred} ({count_of(self.tensors, 'key')}, {how} equal{left})"
+            f"{_loading(self.loads)}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to compare what was not compared here, or to save the space."""
-        if not (self.own or self.absent or self.changed or self.uncompared):
+        if self.is_equal:
             return "either file is enough; keep the one that your loader takes"
+        if self.unlisted:
+            return "make sure that both are of one save"
         return f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+
+
+def _stored(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
+    """Return a family in words: its file, or its index, which may be missing."""
+    return f"the shards without {path}" if path in unlisted else str(path)
+
+
+def _loading(loads: Mapping[str, PurePosixPath]) -> str:
+    """Return which loader takes which file as the last part of a sentence, "" where none takes any."""
+    return f"; {_loads(loads)}" if loads else ""
 
 
 def _loads(loads: Mapping[str, PurePosixPath]) -> str:
