@@ -20,6 +20,7 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import (
     MAX_INDEX,
     SafetensorsFile,
+    ShardsBelow,
     WeightsIndex,
     looks_like_safetensors,
     parse_index,
@@ -31,7 +32,7 @@ from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import ABSENT, FileIdentity, FileReader, open_reader
-from ckptfix.wording import list_names
+from ckptfix.wording import count_of, list_names
 
 PLAIN_FOLDER = "a folder"
 """The kind of a sub-folder that Accelerate did not write."""
@@ -70,7 +71,10 @@ class Problem:
 
 
 def is_unreadable(component: "Component") -> bool:
-    """Return whether permission to read a component is denied, so that its contents are unknown."""
+    """Return whether a component could not be read without being damaged, so that its contents are unknown.
+
+    Permission to read it is denied, or its shards are in sub-folders.
+    """
     return component.problem is not None and component.problem.kind is ProblemKind.UNREADABLE
 
 
@@ -289,6 +293,8 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
     with open_reader(full) as reader:
         try:
             return _parser(name)(reader), None
+        except ShardsBelow as error:
+            return None, _shards_below(full.parent, error)
         except TruncatedError as error:
             have, need, in_header = error.have, error.need, error.in_header
             kind = ProblemKind.TRUNCATED
@@ -300,6 +306,23 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         except FormatError as error:
             problem = Problem(kind=ProblemKind.MALFORMED, message=str(error), have=reader.size)
         return None, _judged(reader, name, problem)
+
+
+def _shards_below(folder: Path, error: ShardsBelow) -> Problem:
+    """Return the problem of an index that lists files in sub-folders: unknown where all exist, else malformed.
+
+    transformers and accelerate load such shards, diffusers refuses them. No link to a folder is followed.
+    """
+    below = sorted({str(PurePosixPath(path).parent) for path in error.paths if "/" in path})
+    real = os.path.realpath(folder)
+    is_inside = all(os.path.realpath(folder / where) == os.path.join(real, where) for where in below)
+    if not is_inside or not all(os.path.isfile(folder / path) for path in error.paths):
+        return Problem(kind=ProblemKind.MALFORMED, message=str(error))
+    shards, where = count_of(len(error.paths), "shard"), list_names(below)
+    message = (
+        f"it lists {shards} in a sub-folder ({where}), which were not read; diffusers refuses such an index"
+    )
+    return Problem(kind=ProblemKind.UNREADABLE, message=message)
 
 
 def _parser(name: FileName) -> Callable[[FileReader], Content]:

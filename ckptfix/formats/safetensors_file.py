@@ -9,7 +9,7 @@ fault worse: a duplicate key whose ranges agree is refused here. The index of a 
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from sys import float_info
 from typing import Any
@@ -305,25 +305,37 @@ class WeightsIndex:
     repeated: tuple[str, ...] = ()
 
 
+class ShardsBelow(FormatError):
+    """An index that lists files of sub-folders. ``paths``: all its files, none of which leaves the folder."""
+
+    def __init__(self, message: str, paths: Collection[str]) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+
 def parse_index(data: bytes) -> WeightsIndex:
     """Parse the bytes of an index file.
 
     Raises FormatError, also for a file name that leaves the folder (``../../x``, ``/x``): such a name is never
-    followed.
+    followed. ShardsBelow for paths into sub-folders (``shards/x``), which some loaders take.
     """
     repeated: list[str] = []
     document = _parse_json(data, "the index", repeated=repeated)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict):
         raise FormatError("the index has no weight_map")
-    plain: set[str] = set()  # 100,000 names lie in a few files
+    paths: set[str] = set()  # 100,000 names lie in a few files
+    odd = ""
     for fqn, name in weight_map.items():
-        if isinstance(name, str) and (name in plain or is_plain_name(name)):
-            plain.add(name)
-        else:
-            raise FormatError(
-                f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
-            )
+        if isinstance(name, str) and name in paths:
+            continue
+        message = f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
+        if not isinstance(name, str) or not all(map(is_plain_name, name.split("/"))):
+            raise FormatError(message)
+        odd = odd or ("" if is_plain_name(name) else message)
+        paths.add(name)
+    if odd:
+        raise ShardsBelow(odd, paths)
     return WeightsIndex(document, weight_map, tuple(repeated))
 
 
