@@ -164,13 +164,12 @@ def _indexed(
     ]
     of_named = {_shard_set(component) for component in named}
     if not named:
-        of_named = {shard_set for shard_set, shards in sets.items() if _index_path(shards) == index.path}
+        of_named = {shard_set for shard_set, shards in sets.items() if _can_list(index, shards)}
     others = [
         component
         for shard_set, shards in sets.items()
         for component in shards
-        if str(component.path) not in promised
-        and (shard_set in of_named or _index_path(shards) == index.path)
+        if str(component.path) not in promised and (shard_set in of_named or _can_list(index, shards))
     ]
     held = {tensor.fqn for component in named for tensor in component.tensors}
     is_complete = bool(named) and content.weight_map.keys() <= held
@@ -197,13 +196,14 @@ def _unindexed(
     by_path = {component.path: component for component in folder.components}
     left = {shard_set: shards for shard_set, shards in sets.items() if shards[0].path not in used}
     for shards in left.values():
-        path = _index_path(shards)
+        paths = [PurePosixPath(name) for name in shards[0].name.index_names]
+        path = next((path for path in paths if path in by_path), paths[0])
         yield ModelFiles(
             members=_ordered(shards),
             index_path=path,
             index=by_path.get(path),
             missing=tuple(_unnumbered(shards, ())),
-            rivals=sum(1 for other in left.values() if _index_path(other) == path),
+            rivals=sum(1 for other in left.values() if str(path) in other[0].name.index_names),
         )
 
 
@@ -217,9 +217,9 @@ def _shard_set(component: Component) -> ShardSet | None:
     return (name.stem, name.shard[1], name.variant, name.suffix) if name.shard is not None else None
 
 
-def _index_path(shards: Sequence[Component]) -> PurePosixPath:
-    """Return the path of the index of one set of shards, even if it is missing."""
-    return PurePosixPath(shards[0].name.index_name)
+def _can_list(index: Component, shards: Sequence[Component]) -> bool:
+    """Return whether an index has a name under which loaders look for that of these shards."""
+    return str(index.path) in shards[0].name.index_names
 
 
 def _ordered(shards: list[Component]) -> tuple[Component, ...]:

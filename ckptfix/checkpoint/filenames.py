@@ -145,10 +145,22 @@ class FileName:
 
     @property
     def index_name(self) -> str:
-        """The name of the index that lists this shard."""
-        if self.variant:
-            return f"{self.stem}{self.suffix}.{self.variant}.index.json"
-        return index_name(self.stem, self.suffix)
+        """The name of the index that lists this shard, as loaders look for it."""
+        return self.index_names[0]
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """The names that the index of this shard can have, of which loaders take the first.
+
+        transformers never looks for the one that diffusers wrote before 0.30, and diffusers 0.42 misses it where the
+        path of the folder has a dot.
+        """
+        if not self.variant:
+            return (index_name(self.stem, self.suffix),)
+        of_old_diffusers = f"{self.stem}{self.suffix}.{self.variant}.index.json"
+        if self.stem not in _LIBRARY_STEMS:
+            return (of_old_diffusers,)
+        return index_name(f"{self.stem}.{self.variant}", self.suffix), of_old_diffusers
 
     @property
     def family(self) -> tuple[Role, str, str]:

@@ -152,14 +152,14 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
     unsupported: dict[str, str] = {}
     for entry in model_entries(folder, usable_manifest(target.root)) or all_state_dicts(folder):
         if entry.problem and all(member.is_unsupported for member in entry.members):
-            unsupported[_whole_label(entry)] = entry.problem
+            unsupported[_whole_label(target.root, entry)] = entry.problem
             continue
         try:
             if entry.problem:
                 raise OperationError(entry.problem)
             found.append(file_weights(target.root, entry))
         except OperationError as error:
-            label = entry.label if target.only is not None else _whole_label(entry)
+            label = entry.label if target.only is not None else _whole_label(target.root, entry)
             found += _readable_part(target.root, entry, label)
             if target.only is None or not found:  # a shard that was named is the only file to look at
                 unreadable[label] = str(error)
@@ -190,12 +190,13 @@ def lasting_label(weights: Weights, root: Path) -> str:
     return weights.label
 
 
-def _whole_label(entry: Entry) -> str:
+def _whole_label(root: Path, entry: Entry) -> str:
     """Return the label of a model as with all of its files: a lone shard would give its own name."""
     name = entry.members[0].name if entry.members else None
     if name is None or name.shard is None:
         return entry.label
-    return name.index_name
+    existing = (index for index in name.index_names if (root / index).exists())
+    return next(existing, name.index_name)
 
 
 def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:

@@ -125,8 +125,11 @@ def test_a_scripts_own_weights_are_of_no_library(name: str) -> None:
         ("pytorch_model.fp16-00001-of-00002.bin", "pytorch_model.bin.index.fp16.json"),
         (
             "diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
-            "diffusion_pytorch_model.safetensors.fp16.index.json",
+            "diffusion_pytorch_model.safetensors.index.fp16.json",
         ),
+        ("model-00001-of-00002.fp16.safetensors", "model.safetensors.index.fp16.json"),
+        ("pytorch_model-00001-of-00002.fp16.bin", "pytorch_model.bin.index.fp16.json"),
+        ("unet-00001-of-00002.fp16.safetensors", "unet.safetensors.fp16.index.json"),
     ],
 )
 def test_a_shard_names_its_index(shard: str, index: str) -> None:
