@@ -99,6 +99,16 @@ class FileName:
         return (self.stem, self.suffix) in _OF_TRAINER
 
     @property
+    def is_of_accelerate(self) -> bool:
+        """Return whether ``save_state`` writes a state under this name; of ``scaler.pt`` the Trainer does, too."""
+        return self.role not in NOT_STATES and not self.is_of_trainer
+
+    @property
+    def is_of_save_state(self) -> bool:
+        """Return whether only ``save_state`` writes it: it always leaves the random states of every rank."""
+        return self.role is Role.RNG_STATE and not self.is_of_trainer
+
+    @property
     def is_state_file(self) -> bool:
         """Return whether a library reads a file by exactly this name: a state, or weights in one file."""
         is_weights = self.role is not Role.WEIGHTS_INDEX and self.is_of_library and self.shard is None

@@ -187,7 +187,7 @@ class CheckpointFolder:
     @property
     def is_save_state(self) -> bool:
         """Return whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
-        return any(name.role is Role.RNG_STATE and not name.is_of_trainer for name in self.file_names)
+        return any(name.is_of_save_state for name in self.file_names)
 
     @property
     def processes(self) -> int | None:

@@ -16,7 +16,7 @@ from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start, walk
 from ckptfix.wording import human_size
 
-CONFIG, ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
+CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 PIPELINE = "model_index.json"
 """The file in which diffusers lists the components of a pipeline, each in a sub-folder."""
 _LONGEST_CONFIG = 1 << 20
@@ -125,9 +125,16 @@ def broken_config(path: Path) -> str:
 
 
 def library_of(config: Path) -> str:
-    """Return the library whose ``from_pretrained`` takes the model of a ``config.json``, "" where it does not say."""
+    """Return the library whose ``from_pretrained`` takes the model of a config, "" where it does not say.
+
+    A config of transformers 5 may name the file with the weights itself: then their name says nothing.
+    """
     with suppress(OSError, ValueError):
         values = _read_object(config)
+        if isinstance(values.get("peft_type"), str):
+            return "peft"
+        if "transformers_weights" in values:
+            return ""
         kind = values.get("_class_name")
         is_of_diffusers = isinstance(kind, str) and "_diffusers_version" in values
         is_of_transformers = (
@@ -325,6 +332,6 @@ def _recorded_model(root: Path, path: PurePosixPath, *, is_alone: bool = False) 
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         return None
     is_of_tokenizer = any(name.startswith(_PREPROCESSING) for name in neighbors)
-    if is_alone or _GENERATION in neighbors or not is_of_tokenizer:
+    if is_alone or GENERATION in neighbors or not is_of_tokenizer:
         return LostModel(path, architectures[0], _OF_TRANSFORMERS)
     return None

@@ -13,7 +13,6 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
     TRAINER,
     TRAINER_STATE,
     Role,
@@ -21,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
 )
+from ckptfix.checkpoint.hidden_files import hidden_from_trainer
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import CONFIG, broken_config
 from ckptfix.storage.paths import JOURNAL, unreadable
@@ -74,52 +74,10 @@ def trainer_problem(checkpoint: Path, *, complete: bool = True) -> str | None:
         return NO_OPTIMIZER
     if CONFIG in names and (broken := broken_config(checkpoint / CONFIG)):
         return f"{CONFIG}: {broken}"
-    if hidden := hidden_weights(names, has_folders=has_folders) or hidden_optimizer(
-        names, has_folders=has_folders
-    ):
-        return f"no {hidden.wanted}: the Trainer does not look for {hidden.name!r}"
+    for file in hidden_from_trainer(checkpoint, names):
+        if file.is_certain:
+            return f"no {file.wanted}: the Trainer does not look for {file.name!r}"
     return None
-
-
-class HiddenWeights(NamedTuple):
-    """A file that may be the weights of a model, or an optimizer: its name, and the one that the Trainer reads."""
-
-    name: str
-    wanted: str
-
-
-def hidden_weights(names: Collection[str], *, has_folders: bool) -> HiddenWeights | None:
-    """Return the weights of a checkpoint with an optimizer that the Trainer does not find by their name.
-
-    ``Trainer._load_from_checkpoint`` (transformers 5.23) looks for six names, and for folders of FSDP and of adapters.
-    A subclass may write and read weights under names of its own: only names of libraries count, and any name next to
-    the ``config.json`` that ``save_pretrained`` writes together with the weights.
-    """
-    if has_folders or not {_OPTIMIZER, TRAINER_STATE} <= set(names) or not _READ.isdisjoint(names):
-        return None
-    # A resume reads an adapter without its config; a model of transformers has a config of its own.
-    if not _ADAPTERS.isdisjoint(names) and ("adapter_config.json" in names or "config.json" not in names):
-        return None
-    parsed = {name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None}
-    weights = {name: meaning for name, meaning in parsed.items() if meaning.role in NOT_STATES}
-    if any(meaning.shard or meaning.role is Role.WEIGHTS_INDEX for meaning in weights.values()):
-        return None
-    for name, meaning in weights.items():
-        wanted = _WANTED.get(meaning.suffix)
-        if wanted is not None and (meaning.is_of_library or "config.json" in names):
-            return HiddenWeights(name, wanted)
-    return None
-
-
-def hidden_optimizer(names: Collection[str], *, has_folders: bool) -> HiddenWeights | None:
-    """Return an ``optimizer.bin`` for which the resume fails, as it finds that name and reads ``optimizer.pt``.
-
-    FSDP alone reads ``optimizer.bin``, and saves it together with its own weights or with folders.
-    """
-    is_of_fsdp = has_folders or "pytorch_model_fsdp.bin" in names
-    if is_of_fsdp or _OPTIMIZER in names or not {"optimizer.bin", _SCHEDULER, TRAINER_STATE} <= set(names):
-        return None
-    return HiddenWeights("optimizer.bin", _OPTIMIZER)
 
 
 def adapter_without_config(names: Collection[str]) -> str | None:
@@ -138,17 +96,9 @@ def lost_weights(names: Collection[str]) -> str:
     ``_load_from_checkpoint`` (transformers 5.23) ends with "Can't find a valid checkpoint".
     """
     is_adapter = "adapter_config.json" in names and "config.json" not in names
-    return "adapter_model.safetensors" if is_adapter else _WANTED[".safetensors"]
+    return "adapter_model.safetensors" if is_adapter else "model.safetensors"
 
 
-_WANTED = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
-_READ = frozenset(
-    {
-        *_WANTED.values(),
-        *(f"{name}.index.json" for name in _WANTED.values()),
-        "pytorch_model_fsdp.bin",
-    }
-)
 _ADAPTERS = frozenset({"adapter_model.safetensors", "adapter_model.bin"})
 
 

@@ -26,6 +26,7 @@ from ckptfix.checkpoint.filenames import (
     split_number,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_files, name_of_trainer
 from ckptfix.checkpoint.latest import (
     UNFINISHED,
     cut_upload,
@@ -47,6 +48,7 @@ from ckptfix.checkpoint.manifest import (
 from ckptfix.checkpoint.model_configs import (
     ADAPTER,
     CONFIG,
+    GENERATION,
     PIPELINE,
     LostModel,
     broken_config,
@@ -59,14 +61,13 @@ from ckptfix.checkpoint.trainer_folders import (
     MissingState,
     TrainerProgress,
     adapter_without_config,
-    hidden_optimizer,
-    hidden_weights,
     lost_weights,
     missing_among,
     random_states,
 )
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
     FewerRanks,
     IncompleteCheckpoint,
@@ -77,7 +78,6 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     Salvaged,
 )
-from ckptfix.diagnosis.misnamed import misnamed, named_for_another_library
 from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.storage.markers import UPLOAD
@@ -99,11 +99,16 @@ Part = tuple[Role, int]
 
 
 def incomplete(
-    folder: CheckpointFolder, manifest: Manifest | None, *, has_deepspeed: bool
+    folder: CheckpointFolder,
+    manifest: Manifest | None,
+    hidden: Sequence[HiddenFile],
+    *,
+    has_deepspeed: bool,
 ) -> Iterator[Finding]:
     """Yield the missing parts that the other files of a folder imply.
 
-    The sentences say if another node may have them.
+    ``hidden``: files with another name than their loader looks for, which get findings of their own. The sentences say
+    if another node may have them.
 
     A manifest may list a scheduler without its optimizer: ``migrate`` leaves DeepSpeed's optimizer out.
     """
@@ -128,20 +133,25 @@ def incomplete(
         if manifest is None or name not in manifest.digests:
             of_trainer = any(one.path.name == name and one.name.is_of_trainer for one in folder.components)
             yield IncompleteCheckpoint(
-                path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there", of_trainer=of_trainer
+                path=PurePosixPath(lost),
+                missing=(lost,),
+                known_by=f"{name} is there",
+                of_trainer=of_trainer,
+                misnamed=_under_name_of_trainer(lost, _paths(folder)),
             )
     if (
         not ranks
     ):  # random states of Accelerate: save_state wrote the folder, whatever else a script put there
-        yield from _incomplete_of_trainer(folder, has_deepspeed=has_deepspeed)
-        yield from named_for_another_library(folder)
+        yield from _incomplete_of_trainer(folder, hidden, has_deepspeed=has_deepspeed)
 
 
 _READ_BY = {CONFIG: "the Trainer and from_pretrained fail", ADAPTER: "PeftModel.from_pretrained fails"}
 """The loads that read a config. The Trainer resumes an adapter without its own (transformers 5.23, peft 0.21)."""
 
 
-def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[Finding]:
+def _incomplete_of_trainer(
+    folder: CheckpointFolder, hidden: Sequence[HiddenFile], *, has_deepspeed: bool
+) -> Iterator[Finding]:
     """Yield the states that transformers' Trainer writes together with those that exist (``Trainer._save_checkpoint``).
 
     Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``: nothing is missing.
@@ -149,7 +159,6 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     """
     # Also the names of sub-folders.
     names = [path.name for path in (*_paths(folder), *folder.strays)]
-    has_folders = bool(folder.subfolders)
     is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
     for name, loads in _READ_BY.items() if is_of_library else ():
         if name in names and (broken := broken_config(folder.root / name)):
@@ -161,29 +170,23 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
                 problem=f"{broken}, so {loads}",
                 is_wrong=True,
             )
-    hidden_files = (
-        hidden_weights(names, has_folders=has_folders),
-        hidden_optimizer(names, has_folders=has_folders),
-    )
-    for hidden in filter(None, hidden_files):
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(hidden.wanted),
-            missing=(hidden.wanted,),
-            known_by=f"{hidden.name!r} is there, and the Trainer does not look for that name",
-            of_trainer=True,
-            misnamed=hidden.name,
-        )
+    is_hidden = any(file.wanted in _READ_BY for file in hidden)
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
     parts = _parts(_paths(folder))
     weights = _weights_lost_by_trainer(folder, own, names)
     if weights is not None:
         yield weights
-    elif own and (adapter := adapter_without_config(names)):
+    elif own and (adapter := adapter_without_config(names)) and not is_hidden:
         yield IncompleteCheckpoint(
             path=PurePosixPath(ADAPTER),
             missing=(ADAPTER,),
             known_by=f"{adapter} is there",
             of_trainer=True,
+        )
+    # ``save_pretrained`` writes both configs.
+    if GENERATION in names and CONFIG not in names and has_weights_of(CONFIG, names) and not is_hidden:
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(CONFIG), missing=(CONFIG,), known_by=f"{GENERATION} is there"
         )
     states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
     if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
@@ -271,7 +274,10 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
     roles = {role for role, _ in _parts(_paths(folder))}
     if has_deepspeed or Role.OPTIMIZER in roles:
         return
-    if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
+    under = _under_name_of_trainer("optimizer.bin", _paths(folder))
+    if Role.MODEL in roles and under:
+        yield f"optimizers: load_state does not look for {under!r}, and fails for a script that prepares one"
+    elif Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
         yield "optimizers: none is saved here; load_state fails for a script that prepares one"
     elif Role.MODEL in roles and not _is_foreign(folder):
         yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"
@@ -516,7 +522,13 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     is_first_or_last = not (before and after) and _is_save(own) and not is_of_others
     unsure = [part for part in missing if is_first_or_last and part[0] is Role.RNG_STATE]
     sure = [part for part in missing if part not in unsure]
-    for kind, lost in ((IncompleteCheckpoint, sure), (FewerRanks, unsure)):
+    hidden = {part: under for part in sure if (under := _under_name_of_trainer(examples[part], names))}
+    alone = tuple((IncompleteCheckpoint, [part]) for part in hidden)
+    for kind, lost in (
+        *alone,
+        (IncompleteCheckpoint, [part for part in sure if part not in hidden]),
+        (FewerRanks, unsure),
+    ):
         files = tuple(examples[part] for part in lost if examples[part] not in known)
         if files:
             having = sum(all(part in save.parts for part in lost) for save in near)
@@ -525,7 +537,14 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
                 missing=files,
                 known_by=f"{having} of {len(near)} checkpoints next to it have {'it' if len(files) == 1 else 'them'}",
                 of_trainer=PurePosixPath(TRAINER_STATE) in names,
+                misnamed=hidden.get(lost[0], ""),
             )
+
+
+def _under_name_of_trainer(lost: str, names: Collection[PurePosixPath]) -> str:
+    """Return a file that may be a lost state of ``save_state``: one with the name that the Trainer gives it, or ""."""
+    under = name_of_trainer(lost)
+    return under if PurePosixPath(under) in names else ""
 
 
 def _is_save(parts: Collection[Part]) -> bool:
@@ -533,10 +552,16 @@ def _is_save(parts: Collection[Part]) -> bool:
 
 
 def _parts(names: Iterable[PurePosixPath]) -> dict[Part, str]:
-    """Return the parts of a checkpoint, each with its first file or folder."""
+    """Return the parts of a checkpoint, each with its first file or folder.
+
+    ``load_state`` never reads a file with a name of the Trainer: next to random states of accelerate it is a script's.
+    """
+    parsed = [(path, parse_file_name(path.name)) for path in names]
+    is_save_state = any(name is not None and name.is_of_save_state for _, name in parsed)
     found: dict[Part, str] = {}
-    for path in names:
-        name = parse_file_name(path.name)
+    for path, name in parsed:
+        if is_save_state and name is not None and name.is_of_trainer:
+            continue
         if name is not None and name.role in _COMPARED:
             part = (name.role, name.rank if name.rank is not None else name.index)
         elif name is not None and name.role is Role.WEIGHTS_INDEX:
@@ -627,11 +652,30 @@ def diagnose_save(
         gone = list(listed(folder, manifest))
         findings += gone
         if not (is_saved or gone):  # a manifest says what belongs here
-            findings += incomplete(folder, manifest, has_deepspeed=has_deepspeed)
-            findings += misnamed(folder)
+            hidden = tuple(hidden_files(folder))
+            findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)
+            findings += _misnamed(folder, hidden)
+            unchecked += (f"weights: {file.known_by}" for file in hidden if not file.is_certain)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
     return SaveDiagnosis(findings, unchecked, [])
+
+
+def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterator[Finding]:
+    """Yield a finding for each folder by the name of a file, and for each file that its loader surely wants."""
+    for path in folder.subfolders:
+        name = parse_file_name(path.name)
+        if name is not None and name.is_state_file:
+            yield NotATensorFile(path=path, content=FOLDER)
+    for file in hidden:
+        if file.is_certain:
+            yield IncompleteCheckpoint(
+                path=PurePosixPath(file.wanted),
+                missing=(file.wanted,),
+                known_by=file.known_by,
+                of_trainer=file.loader is Loader.TRAINER,
+                misnamed=file.name,
+            )
 
 
 def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:

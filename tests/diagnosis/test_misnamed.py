@@ -130,7 +130,10 @@ def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(folder: Path, na
     # An optimizer without a model may be told, too.
     assert ("incomplete-checkpoint", f"{name} is missing: {words}") in problems(folder)
     (finding,) = (one for one in check(folder).findings if one.code == "incomplete-checkpoint")
-    assert finding.advice == f"if {near!r} is that file, rename it to {name}; else move it out of the folder"
+    assert finding.advice == (
+        f"if {near!r} is that file, rename it to {name}; else copy {name} again, or move {near!r} out of the folder if "
+        f"nothing loads {name}"
+    )
     (folder / near).rename(folder / name)
     assert is_loaded(folder)
     assert check(folder).status == 0

@@ -276,9 +276,9 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
         "incomplete-checkpoint",
         f"model.safetensors is missing: {name!r} is there, and the Trainer does not look for that name",
     )
-    assert (
-        warning.advice
-        == f"if {name!r} is that file, rename it to model.safetensors; else copy the missing file again"
+    assert warning.advice == (
+        f"if {name!r} is that file, rename it to model.safetensors; else copy model.safetensors again, or move "
+        f"{name!r} out of the folder if nothing loads model.safetensors"
     )
     with pytest.raises(
         UsageError, match=r"checkpoint-2: no model\.safetensors: the Trainer does not look for"

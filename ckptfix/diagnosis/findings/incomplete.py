@@ -6,7 +6,7 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
-from ckptfix.checkpoint.model_configs import ADAPTER
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.storage.paths import shell_path
@@ -52,8 +52,8 @@ class IncompleteCheckpoint(Finding):
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
-    ``is_wrong``: the problem is what the file holds, and says what a load does. ``misnamed``: a file that nearly has
-    the name of the missing one.
+    ``is_wrong``: the problem is what the file holds, and says what a load does. ``misnamed``: a file under
+    another name that may be the missing one.
     """
 
     code = "incomplete-checkpoint"
@@ -86,8 +86,11 @@ class IncompleteCheckpoint(Finding):
     def advice(self) -> str:
         """Advice to copy the files again, unless the setup of the run explains it."""
         if self.misnamed:
-            rest = "copy the missing file again" if self.of_trainer else "move it out of the folder"
-            return f"if {self.misnamed!r} is that file, rename it to {self.missing[0]}; else {rest}"
+            wanted = self.missing[0]
+            return (
+                f"if {self.misnamed!r} is that file, rename it to {wanted}; else copy {wanted} again, or move "
+                f"{self.misnamed!r} out of the folder if nothing loads {wanted}"
+            )
         if self.is_wrong:
             # The problem says what a load does with the value: it need not fail.
             return "copy it again, or resume from a complete checkpoint"
@@ -96,6 +99,8 @@ class IncompleteCheckpoint(Finding):
                 "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it again, or from another "
                 "checkpoint of the run"
             )
+        if self.missing == (CONFIG,):
+            return "from_pretrained fails without it; copy it again, or from another checkpoint of the run"
         if self.by_rank:
             cost = (
                 "go on with new random states"

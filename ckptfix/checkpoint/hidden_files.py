@@ -1,0 +1,325 @@
+"""Files that a loader needs and does not find, because they have another name than the one that it looks for.
+
+One rule for every loader: the folder shows which loader reads it, no name that the loader looks for exists, and a file
+holds what belongs under that name. The names are exact:
+
+- ``load_state`` of accelerate 1.15 (``checkpointing.py``).
+- ``Trainer._load_from_checkpoint`` of transformers 5.23: six names, and folders of FSDP and of adapters.
+- ``from_pretrained`` of transformers 5.23 (``_get_resolved_checkpoint_files``), diffusers 0.42 (``ModelMixin``) and
+  PEFT 0.21: a config, and weights by the library of the config.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    TRAINER_STATE,
+    FileName,
+    Role,
+    nearly_state,
+    parse_deepspeed_folder_name,
+    parse_file_name,
+    parse_folder_name,
+)
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, may_hold_weights
+from ckptfix.checkpoint.state_contents import Content, content_of
+from ckptfix.formats.safetensors_file import WeightsIndex
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.paths import JOURNAL
+
+
+class Loader(Enum):
+    """A loader that knows files by their names. The value is its name in messages."""
+
+    LOAD_STATE = "load_state"
+    TRAINER = "the Trainer"
+    FROM_PRETRAINED = "from_pretrained"
+
+
+class HiddenFile(NamedTuple):
+    """A file that a loader needs and does not find: its name, the name that the loader looks for, and the evidence.
+
+    ``is_certain``: off for weights under a name that only another loader may look for on purpose.
+    """
+
+    name: str
+    wanted: str
+    loader: Loader
+    known_by: str
+    is_certain: bool = True
+
+
+_COUNTED = re.compile(r"custom_checkpoint_\d+\.pkl")
+"""Names of which ``load_state`` wants as many as there are registered objects (``accelerator.py``)."""
+
+_OPTIMIZER, _FSDP = "optimizer.pt", "pytorch_model_fsdp.bin"
+Stems = Mapping[str, tuple[str, ...]]
+"""Kind of weights -> the stems under which a loader looks for them, and for their index; the first is the usual one."""
+
+_KINDS = (".safetensors", ".bin")
+_OF_TRANSFORMERS: Stems = {".safetensors": ("model",), ".bin": ("pytorch_model",)}
+_OF_ADAPTERS: Stems = dict.fromkeys(_KINDS, ("adapter_model",))
+_STEMS: Mapping[str, Stems] = {
+    "transformers": _OF_TRANSFORMERS,
+    "diffusers": dict.fromkeys(_KINDS, ("diffusion_pytorch_model",)),
+    "peft": _OF_ADAPTERS,
+}
+"""Library -> the stems of its ``from_pretrained``."""
+
+_MODELS = ("model", "pytorch_model", "diffusion_pytorch_model")
+"""Stems of the weights of complete models. The stems of adapters count only where an adapter is looked for."""
+
+
+def hidden_files(folder: CheckpointFolder) -> Iterator[HiddenFile]:
+    """Yield the files of a folder that its loader does not find by their names, one for each name it looks for.
+
+    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there.
+    """
+    hidden: dict[str, HiddenFile] = {}
+    if any(one.name.is_of_accelerate for one in folder.components):
+        for file in (*_hidden_from_load_state(folder), *_miscounted(folder)):
+            hidden.setdefault(file.wanted, file)
+    if not folder.is_save_state:
+        paths = (*(one.path for one in folder.components), *folder.strays, *folder.subfolders)
+        names = [path.name for path in paths]
+        for file in (
+            *hidden_from_trainer(folder.root, names),
+            *_hidden_from_pretrained(folder.root, names),
+            *_hidden_configs(folder.root, names),
+        ):
+            hidden.setdefault(file.wanted, file)
+    yield from hidden.values()
+
+
+def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+    """Yield the optimizer and the weights that the Trainer does not find by their names. ``names``: all of the folder.
+
+    A subclass may write and read weights under names of its own: a name counts that a library gives to weights, or
+    nearly, and any name next to the config that ``save_pretrained`` writes together with the weights.
+    """
+    if TRAINER_STATE not in names:
+        return
+    if _OPTIMIZER not in names:
+        # FSDP alone reads ``optimizer.bin``, and saves it together with its own weights or with folders.
+        is_whole = {"optimizer.bin", "scheduler.pt"} <= set(names) and _FSDP not in names
+        if is_whole and not _has_folder_of_weights(root, names):
+            yield _hidden("optimizer.bin", _OPTIMIZER, Loader.TRAINER)
+        return
+    has_config = CONFIG in names
+    stems = _OF_TRANSFORMERS
+    # A resume reads an adapter without its config; a model of transformers has a config of its own.
+    if ADAPTER in names and not has_config:
+        stems = _joined(_OF_ADAPTERS, _OF_TRANSFORMERS)
+    elif ADAPTER in names or not has_config:
+        stems = _joined(_OF_TRANSFORMERS, _OF_ADAPTERS)
+    if any(_finds(stems, name, takes_variants=False) for name in names) or _has_folder_of_weights(
+        root, names
+    ):
+        return
+
+    def is_certain(name: FileName) -> bool:
+        return has_config or ADAPTER in names or name.is_of_library
+
+    file = _hidden_weights(root, names, stems, is_certain, keeps_variant=False)
+    if file is not None:
+        name, wanted, certain = file
+        yield _hidden(name, wanted, Loader.TRAINER, is_certain=certain)
+
+
+def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+    """Yield the weights that the library of a config does not find by their name.
+
+    Other programs take a config of transformers and weights of a name of their own, such as ``output.safetensors``.
+    """
+    config = next((name for name in (CONFIG, ADAPTER) if name in names), None)
+    library = library_of(root / config) if config else ""
+    if not library:
+        return
+    stems = _STEMS[library]
+    known = stems
+    if ADAPTER in names:
+        known = _joined(known, _OF_ADAPTERS)
+    if TRAINER_STATE in names:
+        known = _joined(known, _OF_TRANSFORMERS)
+    if any(_finds(known, name, takes_variants=True) for name in names):
+        return
+    file = _hidden_weights(root, names, stems, lambda name: False, keeps_variant=True)
+    if file is not None:
+        name, wanted, certain = file
+        words = f"{config} is of {library}, which does not look for {name!r}"
+        yield HiddenFile(name, wanted, Loader.FROM_PRETRAINED, words, is_certain=certain)
+
+
+def _hidden_weights(
+    root: Path,
+    names: Collection[str],
+    stems: Stems,
+    is_certain: Callable[[FileName], bool],
+    *,
+    keeps_variant: bool,
+) -> tuple[str, str, bool] | None:
+    """Return a file with weights, the name that belongs to them, and whether they surely are the ones looked for.
+
+    A name that begins with that of a library's weights is certain: ``model_old.safetensors``, ``Model (1).bin``.
+    """
+    parsed = {name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None}
+    has_index = any(meaning.role is Role.WEIGHTS_INDEX for meaning in parsed.values())
+    if not has_index and any(meaning.shard for meaning in parsed.values()):
+        return None  # the missing index of shards has a finding
+    known = {*_MODELS, *(stem for of_kind in stems.values() for stem in of_kind)}
+    uncertain = None
+    for name, meaning in parsed.items():
+        if meaning.role not in NOT_STATES or meaning.shard or not _holds_weights(root, name):
+            continue
+        kind = next((kind for kind in _KINDS if meaning.suffix.startswith(kind)), None)
+        of_kind = stems[kind or ".bin"]
+        stem = next((stem for stem in of_kind if _begins_as(name, stem)), of_kind[0])
+        rest = (kind or ".bin") + (".index.json" if meaning.role is Role.WEIGHTS_INDEX else "")
+        if keeps_variant and meaning.is_of_library:
+            rest = name.removeprefix(meaning.stem.partition(".")[0])
+        wanted = stem + rest
+        is_near = any(_begins_as(name, stem) for stem in known)
+        if kind and (is_near or is_certain(meaning)):
+            return name, wanted, True
+        uncertain = uncertain or (name, wanted, False)
+    return uncertain
+
+
+def _hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+    """Yield the configs of models that ``from_pretrained`` does not find: ``config.json.tmp``, ``config (1).json``."""
+    for wanted in (CONFIG, ADAPTER):
+        if wanted in names or not has_weights_of(wanted, names):
+            continue
+        stem = wanted.removesuffix(".json")
+        libraries = ("peft",) if wanted == ADAPTER else ("transformers", "diffusers")
+        for name in sorted(names):
+            is_near = _begins_as(name, stem) and ".json" in name.casefold()
+            if is_near and library_of(root / name) in libraries:
+                yield _hidden(name, wanted, Loader.FROM_PRETRAINED)
+                break
+
+
+def has_weights_of(config: str, names: Collection[str]) -> bool:
+    """Return whether weights are among names that a library writes together with a config of this name."""
+    stems = ("adapter_model",) if config == ADAPTER else _MODELS
+    parsed = filter(None, map(parse_file_name, names))
+    return any(
+        meaning.is_of_library and meaning.stem.partition(".")[0] in stems
+        for meaning in parsed
+        if not meaning.index
+    )
+
+
+def _hidden(name: str, wanted: str, loader: Loader, *, is_certain: bool = True) -> HiddenFile:
+    words = f"{name!r} is there, and {loader.value} does not look for that name"
+    return HiddenFile(name, wanted, loader, words, is_certain)
+
+
+def _joined(first: Stems, second: Stems) -> Stems:
+    return {kind: (*first[kind], *second[kind]) for kind in first}
+
+
+def _finds(stems: Stems, name: str, *, takes_variants: bool) -> bool:
+    """Return whether a loader of these stems reads a file by its name: weights in one file, or the index of shards.
+
+    The Trainer and FSDP's loader find ``pytorch_model_fsdp.bin``.
+    """
+    meaning = parse_file_name(name)
+    if meaning is None or meaning.shard or meaning.index or meaning.role not in NOT_STATES:
+        return False
+    if name == _FSDP:
+        return True
+    kind = next((kind for kind in stems if meaning.suffix.startswith(kind)), None)
+    stem, _, variant = meaning.stem.partition(".")
+    if kind is None or stem not in stems[kind]:
+        return False
+    return takes_variants or (not variant and meaning.suffix in (kind, f"{kind}.index.json"))
+
+
+def _begins_as(name: str, stem: str) -> bool:
+    """Return whether a name begins with a stem, in any case, and with no other word: ``Model_old``, not ``models``."""
+    text = re.sub(r"[-\s]", "_", name.casefold())
+    return re.match(rf"{stem}(?![a-z])", text) is not None
+
+
+def _holds_weights(root: Path, name: str) -> bool:
+    """Return whether a file has tensors of a model, and not the state of an optimizer or the like, or is unreadable."""
+    for component in scan_folder(root, name).components:
+        content = component.content
+        if isinstance(content, WeightsIndex):
+            return bool(content.weight_map)
+        if isinstance(content, TorchFile) and content_of(content) not in (None, Content.MODEL):
+            return False
+        return bool(component.tensors) or component.problem is not None
+    return False
+
+
+def _has_folder_of_weights(root: Path, names: Collection[str]) -> bool:
+    folders = (root / name for name in names if name != JOURNAL and os.path.isdir(root / name))
+    return any(map(may_hold_weights, folders))
+
+
+def _hidden_from_load_state(folder: CheckpointFolder) -> Iterator[HiddenFile]:
+    """Yield the files that nearly have the name of a missing state of ``save_state``.
+
+    A file with the keys and shapes of a model next to it may be a script's export of that model, such as
+    ``model_01.safetensors`` after an epoch. It counts as a second model only if an optimizer has no model.
+    """
+    existing = {_part(one.name) for one in folder.components if not one.name.is_of_trainer}
+    for path in folder.subfolders:
+        state = parse_folder_name(path.name) or parse_deepspeed_folder_name(path.name)
+        if state is not None:
+            existing.add((state.role, state.index))
+        if state is not None and state.is_deepspeed:
+            existing.add((Role.OPTIMIZER, state.index))
+    count = Counter(role for role, _ in existing)
+    layouts = [_layout(one) for one in folder.components if one.role is Role.MODEL]
+    unknown = {one.path: one for one in folder.components if one.role is Role.UNKNOWN}
+    for path in (*unknown, *folder.strays):
+        meant = nearly_state(path.name)
+        if meant is None or _COUNTED.fullmatch(path.name):
+            continue
+        role, number = _part(meant)
+        if (role, number) in existing or number > count[role]:
+            continue
+        if (
+            path in unknown
+            and _layout(unknown[path]) in layouts
+            and count[Role.OPTIMIZER] <= count[Role.MODEL]
+        ):
+            continue
+        yield _hidden(str(path), str(meant), Loader.LOAD_STATE)
+
+
+def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
+    """Yield the files with other numbers that ``load_state`` counts as custom objects, and does not look for."""
+    paths = (*(one.path for one in folder.components), *folder.strays, *folder.subfolders)
+    counted = {path.name for path in paths if _COUNTED.fullmatch(path.name)}
+    extra = sorted(name for name in counted if parse_file_name(name) is None)
+    wanted = (f"custom_checkpoint_{number}.pkl" for number in range(len(counted)))
+    missing = [name for name in wanted if name not in counted]
+    for name, lost in zip(extra, missing, strict=False):
+        words = f"load_state counts {name!r}, and looks for the numbers in turn"
+        yield HiddenFile(name, lost, Loader.LOAD_STATE, words)
+
+
+def _part(name: FileName) -> tuple[Role, int]:
+    """Return the role of a state, and its position or its rank."""
+    return name.role, name.index if name.rank is None else name.rank
+
+
+def _layout(component: Component) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the keys and shapes of a file."""
+    return sorted((tensor.fqn, tensor.shape) for tensor in component.tensors)
+
+
+def name_of_trainer(name: str) -> str:
+    """Return the name that the Trainer gives to a state of ``save_state``, "" for one that it does not have."""
+    return {"optimizer.bin": _OPTIMIZER, "scheduler.bin": "scheduler.pt"}.get(name, "")

@@ -1,0 +1,441 @@
+"""Files that a loader needs and does not find by their names: each loader itself decides, and ``check`` agrees."""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file, save_file
+
+import ckptfix
+from ckptfix import check
+from ckptfix.errors import UsageError
+from tests.diagnosis.test_names_of_libraries import LIBRARIES
+from tests.diagnosis.test_trainer_states import lora_trainer_in
+from tests.stores.servers import upload_folder
+
+Change = Callable[[Path], object]
+
+
+def problems(path: Path | str) -> list[str]:
+    """Return the errors and warnings about a checkpoint."""
+    return [str(one) for one in check(path).all_findings if one.severity.value != "note"]
+
+
+def moved(name: str, to: str) -> Change:
+    return lambda folder: (folder / name).rename(folder / to)
+
+
+def both(*changes: Change) -> Change:
+    return lambda folder: [change(folder) for change in changes]
+
+
+# The exports of transformers, diffusers and PEFT.
+
+
+def _of_peft(path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    LIBRARIES["transformers"](path.parent / "base")
+    base = LlamaForCausalLM.from_pretrained(path.parent / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(path))
+
+
+EXPORTS: Mapping[str, Change] = {**LIBRARIES, "peft": _of_peft}
+WRITTEN = {
+    "transformers": "model.safetensors",
+    "diffusers": "diffusion_pytorch_model.safetensors",
+    "peft": "adapter_model.safetensors",
+}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("exports")
+    for library, save in EXPORTS.items():
+        save(root / library)
+    return {library: root / library for library in EXPORTS}
+
+
+def is_loaded(folder: Path, library: str, base: Path) -> bool:
+    """Return whether ``from_pretrained`` of a library takes a folder."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        if library == "diffusers":
+            import diffusers
+
+            kind: Any = diffusers.UNet2DModel
+            kind.from_pretrained(folder)
+        elif library == "peft":
+            from peft import PeftModel
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+        else:
+            AutoModelForCausalLM.from_pretrained(folder)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _others(name: str) -> list[str]:
+    stem, suffix = name.rsplit(".", 1)
+    return [
+        f"{stem} (1).{suffix}",
+        f"{stem}_old.{suffix}",
+        name.capitalize(),
+        f"{stem}-copy.{suffix}",
+    ]
+
+
+RENAMED = [(library, name, other) for library, name in WRITTEN.items() for other in _others(name)]
+RENAMED.append(("transformers", "model.safetensors", "pytorch_model.safetensors"))
+
+
+@pytest.mark.parametrize(("library", "name", "other"), RENAMED)
+def test_the_only_weights_of_an_export_have_another_name(
+    exports: Mapping[str, Path], tmp_path: Path, library: str, name: str, other: str
+) -> None:
+    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
+    assert is_loaded(folder, library, exports["transformers"])
+    assert problems(folder) == []
+    (folder / name).rename(folder / other)
+    assert not is_loaded(folder, library, exports["transformers"])
+    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
+    assert warning.code == "incomplete-checkpoint"
+    assert str(warning).startswith(f"{name} is missing: ")
+    assert warning.advice.startswith(
+        f"if {other!r} is that file, rename it to {name}; else copy {name} again"
+    )
+    url = f"memory://{os.urandom(6).hex()}/export"
+    upload_folder(folder, url)
+    assert problems(url) == [str(warning)]
+    shutil.copy(folder / other, folder / name)
+    assert is_loaded(folder, library, exports["transformers"])
+    assert problems(folder) == []
+
+
+CONFIGS = {"transformers": "config.json", "diffusers": "config.json", "peft": "adapter_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("library", "other"),
+    [
+        (library, f"{stem}{rest}")
+        for library, name in CONFIGS.items()
+        for stem in (name.removesuffix(".json"),)
+        for rest in (".json.tmp", " (1).json", "_old.json", ".json.1", ".json~", ".JSON")
+    ],
+)
+def test_the_config_of_an_export_has_another_name(
+    exports: Mapping[str, Path], tmp_path: Path, library: str, other: str
+) -> None:
+    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
+    name = CONFIGS[library]
+    (folder / name).rename(folder / other)
+    assert not is_loaded(folder, library, exports["transformers"])
+    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
+    assert str(warning) == (
+        f"{name} is missing: {other!r} is there, and from_pretrained does not look for that name"
+    )
+    assert f"rename it to {name}" in warning.advice
+    (folder / other).rename(folder / name)
+    assert is_loaded(folder, library, exports["transformers"])
+    assert problems(folder) == []
+
+
+def test_the_config_is_lost_next_to_that_of_generation(exports: Mapping[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exports["transformers"], tmp_path / "export"))
+    (folder / "config.json").unlink()
+    assert not is_loaded(folder, "transformers", folder)
+    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
+    assert str(warning) == "config.json is missing: generation_config.json is there"
+    assert warning.advice.startswith("from_pretrained fails without it; copy it again")
+
+
+def _with_text(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _with_file(name: str) -> Change:
+    return lambda folder: save_file({"w": torch.ones(2, 2)}, folder / name)
+
+
+def _with_config(library: str, **changes: object) -> Change:
+    """Change values of the config; None removes one."""
+
+    def edit(folder: Path) -> None:
+        path = folder / CONFIGS[library]
+        config = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return edit
+
+
+def _in_subfolder(folder: Path) -> None:
+    for name in ("default", "second"):
+        shutil.copytree(folder, folder.parent / name)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in ("default", "second"):
+        shutil.move(folder.parent / name, folder / name)
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def _of_a_custom_class(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.pth")
+    (folder / "model.safetensors").unlink()
+
+
+def _as_links(folder: Path) -> None:
+    """Link each file to a blob, as the cache of the hub does."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../blobs/{number}")
+
+
+HEALTHY: Mapping[str, tuple[str, Change]] = {
+    "an older copy next to the weights": ("transformers", _with_file("model_old.safetensors")),
+    "averages next to the weights": ("transformers", _with_file("ema.safetensors")),
+    "an older copy of an adapter": ("peft", _with_file("adapter_model_old.safetensors")),
+    "an older config": ("transformers", _with_text("config_old.json", "{}")),
+    "links of the cache": ("transformers", _as_links),
+    "weights for llama.cpp": (
+        "transformers",
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf"),
+    ),
+    "weights for onnxruntime": (
+        "transformers",
+        lambda folder: (folder / "model.safetensors").rename(folder / "model_quantized.onnx"),
+    ),
+    "quantized by another library": (
+        "transformers",
+        moved("model.safetensors", "gptq_model-4bit-128g.safetensors"),
+    ),
+    "weights of MLX": ("transformers", moved("model.safetensors", "weights.00.safetensors")),
+    "weights of exllama": ("transformers", moved("model.safetensors", "output.safetensors")),
+    "a checkpoint of a custom class": ("transformers", _of_a_custom_class),
+    "open_clip": (
+        "transformers",
+        both(
+            moved("model.safetensors", "open_clip_model.safetensors"),
+            moved("config.json", "open_clip_config.json"),
+            lambda folder: (folder / "generation_config.json").unlink(),
+        ),
+    ),
+    "open_clip next to the config of transformers": (
+        "transformers",
+        moved("model.safetensors", "open_clip_model.safetensors"),
+    ),
+    "timm": (
+        "transformers",
+        _with_config("transformers", architectures=None, transformers_version=None, architecture="vit"),
+    ),
+    "another framework's config": (
+        "transformers",
+        both(
+            _with_config("transformers", architectures=None, transformers_version=None),
+            moved("model.safetensors", "model_part.safetensors"),
+        ),
+    ),
+    "a config that names the file": (
+        "transformers",
+        both(
+            _with_config("transformers", transformers_weights="model_other.safetensors"),
+            moved("model.safetensors", "model_other.safetensors"),
+        ),
+    ),
+    "adapters in sub-folders": ("peft", _in_subfolder),
+    "LoRA weights of diffusers": (
+        "peft",
+        moved("adapter_model.safetensors", "pytorch_lora_weights.safetensors"),
+    ),
+    "weights alone": ("transformers", _without_config),
+    "weights of diffusers alone": ("diffusers", _without_config),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_folder_of_another_loader_is_clean(exports: Mapping[str, Path], tmp_path: Path, case: str) -> None:
+    library, edit = HEALTHY[case]
+    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
+    edit(folder)
+    with suppress(UsageError):  # a folder without a file of a checkpoint
+        assert problems(folder) == []
+
+
+@pytest.mark.parametrize("name", ["output.safetensors", "pytorch_model.pth"])
+def test_weights_that_only_another_loader_finds_are_listed_as_not_checked(
+    exports: Mapping[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(exports["transformers"], tmp_path / "export"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if name.endswith(".pth"):
+        torch.save(tensors, folder / name)
+    else:
+        save_file(tensors, folder / name)
+    assert not is_loaded(folder, "transformers", folder)
+    words = f"config.json is of transformers, which does not look for {name!r}"
+    assert any(words in sentence for sentence in check(folder).not_checked)
+
+
+# The Trainer.
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        trainer = lora_trainer_in(tmp_path_factory.mktemp("lora"))
+        trainer.train()
+    return Path(trainer.args.output_dir, "checkpoint-2")
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize("has_logs", [True, False])
+@pytest.mark.parametrize("other", _others("adapter_model.safetensors"))
+def test_the_adapter_of_a_trainer_has_another_name(
+    lora_run: Path, tmp_path: Path, other: str, has_logs: bool, has_config: bool
+) -> None:
+    folder = Path(shutil.copytree(lora_run, tmp_path / "run/checkpoint-2"))
+    if has_logs:
+        (folder / "runs").mkdir()
+        (folder / "runs/events.out.tfevents").write_bytes(b"x")
+    if not has_config:
+        (folder / "adapter_config.json").unlink()
+    (folder / "adapter_model.safetensors").rename(folder / other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = lora_trainer_in(tmp_path / "out")
+        with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+            trainer._load_from_checkpoint(str(folder))
+    name = "adapter_model.safetensors"
+    assert problems(folder) == [
+        f"{name} is missing: {other!r} is there, and the Trainer does not look for that name"
+    ]
+    with pytest.raises(UsageError, match=r"checkpoint-2: no adapter_model\.safetensors"):
+        ckptfix.latest_checkpoint(folder.parent)
+
+
+def test_adapters_of_a_trainer_in_sub_folders(lora_run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(lora_run, tmp_path / "run/checkpoint-2"))
+    for name in ("default", "second"):
+        (folder / name).mkdir()
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            shutil.copy(folder / file, folder / name / file)
+    (folder / "adapter_config.json").unlink()
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model_old.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        lora_trainer_in(tmp_path / "out")._load_from_checkpoint(str(folder))
+    assert problems(folder) == []
+    assert ckptfix.latest_checkpoint(folder.parent) == folder
+
+
+# load_state.
+
+
+def _prepared(*, is_optimizer_of_script: bool) -> tuple[Accelerator, torch.optim.Optimizer]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(3, 2)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model = accelerator.prepare(model)
+    if not is_optimizer_of_script:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        optimizer, _ = accelerator.prepare(optimizer, scheduler)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return accelerator, optimizer
+
+
+def _saved_run(path: Path, *, is_optimizer_of_script: bool) -> Path:
+    for number in (3, 6, 9):
+        accelerator, optimizer = _prepared(is_optimizer_of_script=is_optimizer_of_script)
+        folder = path / f"checkpoint_{number}"
+        accelerator.save_state(str(folder))
+        if is_optimizer_of_script:
+            torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return path / "checkpoint_9"
+
+
+def _is_resumed(folder: Path, *, is_optimizer_of_script: bool) -> bool:
+    accelerator, _ = _prepared(is_optimizer_of_script=is_optimizer_of_script)
+    try:
+        accelerator.load_state(str(folder))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("renamed", [("optimizer",), ("scheduler",), ("optimizer", "scheduler")])
+def test_states_under_the_names_of_the_trainer(tmp_path: Path, renamed: tuple[str, ...]) -> None:
+    folder = _saved_run(tmp_path / "run", is_optimizer_of_script=False)
+    assert problems(folder) == []
+    for stem in renamed:
+        (folder / f"{stem}.bin").rename(folder / f"{stem}.pt")
+    assert not _is_resumed(folder, is_optimizer_of_script=False)
+    warned = [one for one in check(folder).findings if one.severity.value != "note"]
+    assert [str(one.path) for one in warned] == [f"{stem}.bin" for stem in renamed]
+    for stem, one in zip(renamed, warned, strict=True):
+        assert str(one).startswith(f"{stem}.bin is missing: ")
+        assert f"if '{stem}.pt' is that file, rename it to {stem}.bin" in one.advice
+    for stem in renamed:
+        (folder / f"{stem}.pt").rename(folder / f"{stem}.bin")
+    assert _is_resumed(folder, is_optimizer_of_script=False)
+    assert problems(folder) == []
+
+
+def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -> None:
+    folder = _saved_run(tmp_path / "run", is_optimizer_of_script=False)
+    for number in (3, 6):
+        shutil.rmtree(tmp_path / f"run/checkpoint_{number}")
+    for stem in ("optimizer", "scheduler"):
+        (folder / f"{stem}.bin").rename(folder / f"{stem}.pt")
+    assert problems(folder) == []
+    words = (
+        "optimizers: load_state does not look for 'optimizer.pt', and fails for a script that prepares one"
+    )
+    assert words in check(folder).not_checked
+    (folder / "scheduler.pt").rename(folder / "scheduler.bin")
+    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
+    assert str(warning) == "optimizer.bin is missing: scheduler.bin is there"
+    assert "if 'optimizer.pt' is that file, rename it to optimizer.bin" in warning.advice
+
+
+def test_a_script_that_saves_its_optimizer_itself(tmp_path: Path) -> None:
+    folder = _saved_run(tmp_path / "run", is_optimizer_of_script=True)
+    assert not (folder / "optimizer.bin").exists()
+    assert _is_resumed(folder, is_optimizer_of_script=True)
+    assert problems(folder) == []
+    assert ckptfix.latest_checkpoint(folder.parent) == folder
+
+
+def test_a_script_that_saves_its_optimizer_twice(tmp_path: Path) -> None:
+    folder = _saved_run(tmp_path / "run", is_optimizer_of_script=False)
+    for number in (3, 6, 9):
+        shutil.copy(folder / "optimizer.bin", tmp_path / f"run/checkpoint_{number}/optimizer.pt")
+    assert _is_resumed(folder, is_optimizer_of_script=False)
+    assert problems(folder) == []
