@@ -3,7 +3,6 @@
 The scan reads every header and no tensor bytes. Nothing is unpickled, and no bad file stops the scan.
 """
 
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from ckptfix.formats.sniff import describe_content, other_format, text_format
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
-from ckptfix.storage.paths import JOURNAL, unreadable
+from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
 from ckptfix.storage.reading import ABSENT, FileIdentity, FileReader, open_reader
 from ckptfix.wording import count_of, list_names
 
@@ -261,12 +260,9 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         content, problem = _read(full, status, name)
     except OSError as error:
         problem = Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error))
-        if is_link and (isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP):
-            to = os.readlink(full)  # as in the cache of the hub
-            message = f"a broken link: {to} does not exist"
-            if error.errno == errno.ELOOP:
-                message = "a symbolic link that leads to itself"
-            problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)
+        if is_link and (lost := leads_nowhere(full)):
+            # As in the cache of the hub.
+            problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=lost)
     try:
         tensors, scopes = _names(content)
     except FormatError as error:  # dicts are looked into here alone

@@ -23,7 +23,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.hidden_files import hidden_from_trainer
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import CONFIG, broken_config
-from ckptfix.storage.paths import JOURNAL, unreadable
+from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
 from ckptfix.storage.reading import origin_of, read_start
 from ckptfix.wording import count_of, human_size
 
@@ -176,7 +176,10 @@ def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProg
     try:
         data = read_start(checkpoint / TRAINER_STATE, limit) or b""
     except OSError as error:
-        return TrainerProgress(problem=unreadable(checkpoint / TRAINER_STATE, error))
+        lost = leads_nowhere(checkpoint / TRAINER_STATE)
+        return TrainerProgress(
+            problem=lost or unreadable(checkpoint / TRAINER_STATE, error), is_broken=bool(lost)
+        )
     is_cut = len(data) == limit
     help_ = "" if complete else "; ckptfix check --data reads it"
     unread = (f"{TRAINER_STATE} after its first {human_size(limit)}{help_}",) if is_cut else ()

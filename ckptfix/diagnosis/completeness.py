@@ -81,7 +81,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.storage.markers import UPLOAD
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, leads_nowhere, unreadable
 from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
@@ -145,8 +145,11 @@ def incomplete(
         yield from _incomplete_of_trainer(folder, hidden, has_deepspeed=has_deepspeed)
 
 
-_READ_BY = {CONFIG: "the Trainer and from_pretrained fail", ADAPTER: "PeftModel.from_pretrained fails"}
-"""The loads that read a config. The Trainer resumes an adapter without its own (transformers 5.23, peft 0.21)."""
+_READ_BY = {
+    CONFIG: ("from_pretrained fails", "the Trainer and from_pretrained fail"),
+    ADAPTER: ("PeftModel.from_pretrained fails", "PeftModel.from_pretrained fails"),
+}
+"""The loads that fail without a config, and with one that is not JSON (transformers 5.23, peft 0.21)."""
 
 
 def _incomplete_of_trainer(
@@ -160,14 +163,16 @@ def _incomplete_of_trainer(
     # Also the names of sub-folders.
     names = [path.name for path in (*_paths(folder), *folder.strays)]
     is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
-    for name, loads in _READ_BY.items() if is_of_library else ():
-        if name in names and (broken := broken_config(folder.root / name)):
+    for name, (without, with_wrong) in _READ_BY.items() if is_of_library else ():
+        nowhere = leads_nowhere(folder.root / name) if name in names else ""
+        broken = nowhere or (broken_config(folder.root / name) if name in names else "")
+        if broken:
             yield IncompleteCheckpoint(
                 path=PurePosixPath(name),
                 missing=(name,),
                 known_by="it cannot be read",
                 of_trainer=True,
-                problem=f"{broken}, so {loads}",
+                problem=f"{broken}, so {without if nowhere else with_wrong}",
                 is_wrong=True,
             )
     is_hidden = any(file.wanted in _READ_BY for file in hidden)

@@ -12,6 +12,7 @@ import shlex
 import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -145,6 +146,19 @@ def forget(root: Path) -> str:
 
 
 _REFUSED = "cannot be read"
+
+
+def leads_nowhere(path: Path) -> str:
+    """Return in words why a name that exists is not a file: a broken link, or a folder; "" for a file or no name."""
+    try:
+        return "a folder" if stat.S_ISDIR(os.stat(path).st_mode) else ""
+    except FileNotFoundError:
+        with suppress(OSError):
+            return f"a broken link: {os.readlink(path)} does not exist"
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "a symbolic link that leads to itself"
+    return ""
 
 
 def unreadable(path: Path, error: OSError) -> str:

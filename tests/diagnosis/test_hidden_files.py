@@ -439,3 +439,71 @@ def test_a_script_that_saves_its_optimizer_twice(tmp_path: Path) -> None:
         shutil.copy(folder / "optimizer.bin", tmp_path / f"run/checkpoint_{number}/optimizer.pt")
     assert _is_resumed(folder, is_optimizer_of_script=False)
     assert problems(folder) == []
+
+
+# Names that lead nowhere.
+
+
+def _as_broken_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("../blobs/gone")
+
+
+def _as_link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def _as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+NOWHERE: Mapping[str, tuple[Change, str]] = {
+    "a broken link": (_as_broken_link, "a broken link: ../blobs/gone does not exist"),
+    "a link to itself": (_as_link_to_itself, "a symbolic link that leads to itself"),
+    "a folder": (_as_folder, "a folder"),
+}
+
+
+@pytest.mark.parametrize("case", NOWHERE)
+@pytest.mark.parametrize("library", CONFIGS)
+def test_a_config_that_leads_nowhere(
+    exports: Mapping[str, Path], tmp_path: Path, library: str, case: str
+) -> None:
+    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
+    name = CONFIGS[library]
+    edit, words = NOWHERE[case]
+    edit(folder / name)
+    assert not is_loaded(folder, library, exports["transformers"])
+    assert [problem.partition(", so ")[0] for problem in problems(folder)] == [f"{name}: {words}"]
+    assert "from_pretrained fails" in problems(folder)[0]
+
+
+@pytest.mark.parametrize("case", ["a broken link", "a link to itself"])
+def test_the_state_of_a_trainer_leads_nowhere(lora_run: Path, tmp_path: Path, case: str) -> None:
+    from transformers import TrainerState
+
+    folder = Path(shutil.copytree(lora_run, tmp_path / "run/checkpoint-2"))
+    edit, words = NOWHERE[case]
+    edit(folder / "trainer_state.json")
+    with pytest.raises(OSError, match="trainer_state"):
+        TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    report = check(folder)
+    assert problems(folder) == [f"trainer_state.json: {words}"]
+    assert report.understood.problems == ()
+    with pytest.raises(UsageError, match=r"trainer_state\.json: "):
+        ckptfix.latest_checkpoint(folder.parent)
+
+
+def test_the_trainer_resumes_without_a_config_that_leads_nowhere(lora_run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(lora_run, tmp_path / "run/checkpoint-2"))
+    _as_broken_link(folder / "adapter_config.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        lora_trainer_in(tmp_path / "out")._load_from_checkpoint(str(folder))
+    (problem,) = problems(folder)
+    assert problem == (
+        "adapter_config.json: a broken link: ../blobs/gone does not exist, so PeftModel.from_pretrained fails"
+    )
+    assert ckptfix.latest_checkpoint(folder.parent) == folder
