@@ -45,6 +45,7 @@ class ModelFiles:
     rivals: int = 1
     stale_of: PurePosixPath | None = None
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def listed(self) -> Mapping[str, str]:
@@ -110,7 +111,10 @@ class ModelFiles:
 
         A user's own submodule called ``module`` may fill a shard by itself, so one shard alone proves nothing.
         """
-        return shared_chain(same.chain for same in self._same(scope) if same.names)
+        key = scope.path, scope.kind
+        if key not in self._chains:  # asked for by each of 1,000 shards, for all of them
+            self._chains[key] = shared_chain(same.chain for same in self._same(scope) if same.names)
+        return self._chains[key]
 
     def _same(self, scope: NameScope) -> Iterator[NameScope]:
         for member in self.members:

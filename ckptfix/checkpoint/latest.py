@@ -1,6 +1,5 @@
-"""The newest complete checkpoint of a project folder, by the numbers in the names of its folders."""
+"""The numbered checkpoints of a project folder, and why a save is incomplete by its names and headers."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -33,12 +32,10 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.storage.atomic import read_file
 from ckptfix.storage.doors import made
 from ckptfix.storage.markers import read_commit, upload_problem
-from ckptfix.storage.paths import JOURNAL, command, described, shell_path
+from ckptfix.storage.paths import JOURNAL, described
 from ckptfix.storage.reading import listed_names, names_in, origin_of, walk
-from ckptfix.storage.staged import SAVING, outside_checkpoints
 from ckptfix.storage.transactions import is_partly_changed, transactions
 
 _STATES = random_states_name(0)
@@ -65,10 +62,13 @@ def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]
     return tuple(judge(path, number) for number, path in numbered(folder, (pattern,)).get(pattern, ()))
 
 
-def judge(path: Path, number: int) -> Candidate:
-    """Return a numbered checkpoint with its problem. In a store that is only listed, its folder is made for that."""
+def judge(path: Path, number: int, problem_of: Callable[[Path], str | None] | None = None) -> Candidate:
+    """Return a numbered checkpoint with its problem. In a store that is only listed, its folder is made for that.
+
+    ``problem_of``: returns the problem of a folder; by default ``incomplete``.
+    """
     with made(str(path)) as place:
-        problem, time = incomplete(Path(place)), _time_of(Path(place))
+        problem, time = (problem_of or incomplete)(Path(place)), _time_of(Path(place))
     return Candidate(path=path, number=number, problem=problem, time=time)
 
 
@@ -128,60 +128,6 @@ def taken_instead(run: Path) -> str:
     may = "may take" if first[last] == numbers[-1] else "takes"
     fails = "" if (run / last).is_dir() else ", and fails: it is not a folder"
     return f"{run / last}: load_state() without a folder {may} it instead of checkpoint_{numbers[-1]}{fails}"
-
-
-def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
-    """Return the first complete one of candidates that are ordered newest first."""
-    return next((candidate for candidate in found if candidate.problem is None), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or no time decides.
-
-    ``passed_over``: the incomplete ones that are newer, and those of families without a complete one. ``rivals``: the
-    newest complete one of each family where there are several: their numbers cannot be compared, so the time of the
-    save decides.
-    """
-
-    best: Candidate | None
-    passed_over: tuple[Candidate, ...] = ()
-    rivals: tuple[Candidate, ...] = ()
-
-
-def choose(
-    folder: Path, patterns: Collection[str] = FAMILIES, look: Callable[[Path, int], Candidate] = judge
-) -> Choice | None:
-    """Return the newest complete checkpoint of a folder, None where no folder in it is named as a checkpoint is.
-
-    ``look``: returns one with its problem. It is called for as few as it takes, as a run may have 100,000: newest
-    first, until one is complete. Raises OSError.
-    """
-    families: list[tuple[list[Candidate], Candidate | None]] = []
-    for family in numbered(folder, patterns).values():
-        broken: list[Candidate] = []
-        complete: Candidate | None = None
-        for number, path in family:
-            candidate = look(path, number)
-            if candidate.problem is None:
-                complete = candidate
-                break
-            broken.append(candidate)
-        families.append((broken, complete))
-    newest = tuple(complete for _, complete in families if complete is not None)
-    if not newest:
-        every = tuple(one for broken, _ in families for one in broken)
-        return Choice(best=None, passed_over=every) if families else None
-    best = max(newest, key=lambda one: one.time or 0.0)
-    times = [one.time for one in newest]
-    is_certain = len(newest) == 1 or (None not in times and times.count(best.time) == 1)
-    passed_over = [one for broken, complete in families if complete is best for one in broken]
-    passed_over += [broken[0] for broken, complete in families if complete is None]
-    return Choice(
-        best=best if is_certain else None,
-        passed_over=tuple(passed_over),
-        rivals=newest if len(newest) > 1 else (),
-    )
 
 
 def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> bool:
@@ -245,19 +191,6 @@ def checkpoints_folder(path: Path) -> Path:
     return below if path.name != "checkpoints" and below.is_dir() else path
 
 
-def mixed(checkpoint: Path) -> str | None:
-    """Return the message about a folder whose last save or repair was interrupted between its files, None for others.
-
-    Its files may be of two saves, partly repaired, or not all be there.
-    """
-    return mixed_save(checkpoint) or _mixed_repair(checkpoint)
-
-
-def _mixed_repair(checkpoint: Path) -> str | None:
-    folder = partly_repaired(checkpoint)
-    return f"{folder}: {_HALF_REPAIRED}; next: {command('repair', folder)}" if folder is not None else None
-
-
 def partly_repaired(checkpoint: Path) -> Path | None:
     """Return the checkpoint, or its DCP folder, in which a repair or an undo was interrupted, None for none.
 
@@ -266,17 +199,6 @@ def partly_repaired(checkpoint: Path) -> Path | None:
     inside = [checkpoint / name for name in os.listdir(checkpoint)] if checkpoint.is_dir() else []
     folders = (checkpoint, *(one for one in inside if one.name != JOURNAL and (one / JOURNAL).is_dir()))
     return next((one for one in folders if is_partly_changed(one)), None)
-
-
-def mixed_save(checkpoint: Path) -> str | None:
-    """Return the message about a folder whose last save was interrupted between its files, None for any other."""
-    if (checkpoint / JOURNAL / UNFINISHED).exists():
-        why = "holds files of two saves: the last one was interrupted"
-    elif (problem := cut_upload(checkpoint)) is not None:
-        why = f"is not a complete checkpoint: {problem}"
-    else:
-        return None
-    return f"{checkpoint} {why}; next: {instead_of(checkpoint)}"
 
 
 def cut_upload(checkpoint: Path) -> str | None:
@@ -304,42 +226,6 @@ def gone_since_upload(root: Path) -> list[NotAsSaved]:
     return [] if gone and transactions(root) else gone
 
 
-def instead_of(checkpoint: Path) -> str:
-    """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the nearest complete one,
-    or none.
-    """
-    with suppress(OSError, ValueError):
-        if (staged := _intact_staging(checkpoint)) is not None:
-            return f"load the interrupted save, which is intact in {shell_path(staged)}"
-    if (family := family_of(checkpoint.name)) is not None:
-        with suppress(OSError):
-            others = (
-                one for one in candidates(checkpoint.parent, family[0]) if one.path.name != checkpoint.name
-            )
-            if (other := newest_complete(others)) is not None:
-                return f"load {shell_path(other.path)}, which is complete, or save again"
-    return "save again; no complete checkpoint lies next to it"
-
-
-def _intact_staging(checkpoint: Path) -> Path | None:
-    """Return the staging folder of the interrupted save while none of its files has been moved. Raises OSError."""
-    journal = checkpoint / JOURNAL
-    recorded = set(json.loads(read_file(journal / UNFINISHED)))
-    parent = outside_checkpoints(checkpoint)
-    near = (
-        one
-        for one in parent.iterdir()
-        if one.name.startswith(SAVING) and one.name.endswith(f"+{checkpoint.name}")
-    )
-    for folder in (*journal.glob(f"{SAVING}*"), *near):
-        # A recorded file of the checkpoint that is not in the staging folder was moved, or is of the older save.
-        if incomplete(folder) is None and not any(
-            os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name) for name in recorded
-        ):
-            return folder
-    return None
-
-
 def incomplete(checkpoint: Path, *, reads_files: bool = True) -> str | None:
     """Return why a checkpoint is incomplete, None for a complete one.
 
@@ -360,7 +246,7 @@ def incomplete(checkpoint: Path, *, reads_files: bool = True) -> str | None:
         if (problem := upload_problem(checkpoint)) is not None:
             return problem
         if partly_repaired(checkpoint) is not None:
-            return _HALF_REPAIRED
+            return HALF_REPAIRED
         if manifest is not None and manifest.is_of_a_save:
             missing = [] if is_repaired(checkpoint) else missing_files(checkpoint, manifest)
             return "; ".join(missing[:3]) or None
@@ -486,7 +372,7 @@ def _may_be_weights(checkpoint: Path, name: str) -> bool:
     return not is_optimizer and may_hold_weights(checkpoint / name)
 
 
-_HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"
+HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"
 
 UNFINISHED = "unfinished"
 """Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one by one."""

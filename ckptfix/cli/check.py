@@ -12,7 +12,7 @@ from typing import ClassVar
 import click
 
 from ckptfix.checkpoint.filenames import family_of
-from ckptfix.checkpoint.latest import Candidate, choose, judge, numbered, taken_instead
+from ckptfix.checkpoint.latest import Candidate, judge, numbered, taken_instead
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
@@ -21,6 +21,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.doors import made
@@ -213,7 +214,8 @@ class Runs:
                 self._newest[run] = frozenset(folders[0][1] for folders in numbered(run).values())
             is_newest = path in self._newest[run]
         if is_newest:
-            self._known[path] = replace(judge(place, family[1]), path=path)
+            look = examine if status else judge
+            self._known[path] = replace(look(place, family[1]), path=path)
 
     def answers(self) -> list[Resume]:
         """Return the answer for each run, by the function behind ``latest_checkpoint``."""
@@ -228,7 +230,9 @@ class Runs:
 
     def _answer(self, run: Path) -> Resume:
         def look(path: Path, number: int) -> Candidate:
-            return self._known.get(path) or judge(path, number)
+            # Of a checkpoint in which check found nothing, the rest is told by its names and headers.
+            is_clean = path.name not in self._unclean[run] and not path.is_symlink()
+            return self._known.get(path) or (judge if is_clean else examine)(path, number)
 
         def look_for_clean(path: Path, number: int) -> Candidate:
             if path.name in self._unclean[run]:

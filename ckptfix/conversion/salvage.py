@@ -18,6 +18,7 @@ from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, 
 from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.conversion.uploading import writes_urls
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.damaged import MalformedFile
@@ -259,7 +260,7 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
     Raises UsageError, OperationError for a numbered checkpoint without weights, OSError.
     """
     folder = scan_folder(target.root, target.only)
-    bare = judge_bare(folder)
+    bare = judge_bare(folder, resume_problem)
     has_weights_below = bare is not None and any(getattr(finding, "below", ()) for finding in bare.findings)
     if bare is not None and not has_weights_below:
         reasons = [*(f"{finding}; {finding.advice}" for finding in bare.findings), *bare.unfinished]

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
-from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
 from ckptfix.conversion.checksums import Part, combined, damaged
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
@@ -26,6 +25,7 @@ from ckptfix.diagnosis.findings.damaged import CrcMismatch, IndexMismatch
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
 from ckptfix.diagnosis.policy import Keys
+from ckptfix.diagnosis.resumable import mixed
 from ckptfix.diagnosis.target import Target
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError

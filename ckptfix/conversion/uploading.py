@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from ckptfix.checkpoint.folder import scan_folder
-from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.resumable import mixed
 from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
 from ckptfix.reports import Serialized

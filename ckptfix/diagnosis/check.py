@@ -12,7 +12,8 @@ from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import incomplete, mixed_save
+from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
+from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_components
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
@@ -32,12 +33,12 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
-from ckptfix.errors import UsageError
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.paths import JOURNAL, command, described
 from ckptfix.storage.reading import origin_of, sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
@@ -273,7 +274,7 @@ def check(
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
-        bare = judge_bare(folder) if not pending else None
+        bare = judge_bare(folder, resume_problem) if not pending else None
         if bare is None and not pending and not _is_pipeline(folder):
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
@@ -321,6 +322,21 @@ def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
     if target.only is not None or family_of(name) is None or any(map(_says_why, findings)):
         return ""
     return incomplete(target.root, reads_files=False) or ""
+
+
+def resume_problem(checkpoint: Path) -> str | None:
+    """Return why no run resumes from a checkpoint, None for one that ``latest_checkpoint`` takes.
+
+    It is incomplete, or ``check`` finds in it what makes the load or the next step fail. Reads headers, not the data.
+    """
+    problem = incomplete(checkpoint)
+    if problem is not None:
+        return problem
+    try:
+        report = check(checkpoint)
+    except (CkptfixError, OSError) as error:
+        return described(error)
+    return next((str(finding) for finding in report.all_findings if finding.stops_resume), None)
 
 
 def _says_why(finding: Finding) -> bool:
@@ -392,8 +408,8 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
     """Return a finding for each staging folder in the journal of a checkpoint, for saves that go file by file."""
     journal = target.root / JOURNAL
     names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
-    rest = mixed_save(target.root) is not None
-    found = (_staging(journal / name, PurePosixPath(JOURNAL, name), rest=rest) for name in names)
+    is_mixed = (journal / UNFINISHED_SAVE).exists() or cut_upload(target.root) is not None
+    found = (_staging(journal / name, PurePosixPath(JOURNAL, name), rest=is_mixed) for name in names)
     return tuple(finding for finding in found if finding is not None)
 
 

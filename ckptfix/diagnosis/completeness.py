@@ -5,7 +5,7 @@ import re
 import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from threading import Lock
@@ -326,11 +326,12 @@ class BareCheckpoint(NamedTuple):
         return () if is_cut else tuple(finding for finding in self.findings if finding not in known)
 
 
-def judge_bare(folder: CheckpointFolder) -> BareCheckpoint | None:
+def judge_bare(folder: CheckpointFolder, problem_of: Callable[[Path], str | None]) -> BareCheckpoint | None:
     """Return the verdict on a folder without files of a checkpoint that should have some, None for every other folder.
 
     Of a numbered one it goes by the age and the checkpoints next to it; those next to a folder that a URL names are not
-    known. Any other needs the config of a model, or the list of a pipeline without weights. Raises OSError.
+    known. Any other needs the config of a model, or the list of a pipeline without weights. ``problem_of``: returns why
+    no run resumes from a checkpoint next to it. Raises OSError.
     """
     root = folder.root
     if folder.only is not None or holds_checkpoint(folder):
@@ -346,7 +347,9 @@ def judge_bare(folder: CheckpointFolder) -> BareCheckpoint | None:
     family: tuple[tuple[int, Path], ...] = ()
     if store_of(root) is None or origin_of(root) != root:
         family = numbered(origin.parent, (pattern,)).get(pattern, ())
-    complete = (one for one in family if one[1] != origin and judge(one[1], one[0]).problem is None)
+    complete = (
+        one for one in family if one[1] != origin and judge(one[1], one[0], problem_of).problem is None
+    )
     newest, at = next(((path.name, other) for other, path in complete), ("", -1))
     if at > number:
         return BareCheckpoint((LeftoverSave(path=PurePosixPath(), bare=True, newest=newest, below=below),))

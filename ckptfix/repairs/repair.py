@@ -29,6 +29,7 @@ from ckptfix.diagnosis.check import (
     interrupted,
     interrupted_inside,
     models_below,
+    resume_problem,
     status_of,
     with_below,
 )
@@ -515,7 +516,7 @@ def _plan(
     with paused_gc(), _undisturbed(target.path):
         folder = scan_folder(target.root, target.only)
         has_journal = bool(transactions(target.root))
-        bare = judge_bare(folder) if not has_journal else None
+        bare = judge_bare(folder, resume_problem) if not has_journal else None
         if bare is not None and bare.unfinished:
             raise OperationError(f"{target.path}: nothing was changed: {bare.unfinished[0]}")
         if (bare is None or output is not None) and not has_journal:

@@ -12,8 +12,9 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from ckptfix import check, repair, undo
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete, newest_complete
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, missing_files, read_manifest
+from ckptfix.diagnosis.resumable import newest_complete
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import RANDOM_STATES, write_safetensors

@@ -16,11 +16,11 @@ import torch
 
 import ckptfix
 from ckptfix import check, latest_checkpoint
-from ckptfix.checkpoint import latest
-from ckptfix.checkpoint.latest import choose
+from ckptfix.checkpoint.latest import Candidate
 from ckptfix.cli import run
 from ckptfix.cli.check import Runs
 from ckptfix.diagnosis import completeness
+from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import UsageError
 from ckptfix.storage import stores
 from ckptfix.storage.stores import TRAFFIC
@@ -443,19 +443,17 @@ def test_the_answer_is_that_of_latest_checkpoint(tmp_path: Path, seed: int, said
     assert answered == [newest] or (newest is None and not answered)
 
 
-def test_only_the_newest_are_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_are_looked_into(tmp_path: Path) -> None:
     for number in range(1, 9):
         save(tmp_path / f"checkpoint-{number}")
     leave(tmp_path / "checkpoint-9")
     looked: list[str] = []
-    real = latest.incomplete
 
-    def looking(path: Path) -> str | None:
+    def looking(path: Path, number: int) -> Candidate:
         looked.append(path.name)
-        return real(path)
+        return examine(path, number)
 
-    monkeypatch.setattr(latest, "incomplete", looking)
-    assert choose(tmp_path) is not None
+    assert choose(tmp_path, look=looking) is not None
     assert looked == ["checkpoint-9", "checkpoint-8"]
 
 

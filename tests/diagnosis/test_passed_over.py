@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.checkpoint.latest import UNFINISHED, judge
+from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.diagnosis.check import CLEAN, check
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.resumable import examine
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from tests.commanding import Said, said
@@ -140,7 +141,7 @@ def explains(root: Path) -> None:
 @pytest.mark.parametrize("name", ["checkpoint_5", "checkpoint-4"])
 def test_a_complete_checkpoint(tmp_path: Path, name: str) -> None:
     root = made(tmp_path / "run" / name)
-    assert judge(root, 5).problem is None
+    assert examine(root, 5).problem is None
     report = check(root, resumes=True)
     assert (report.verdict, report.not_resumable) == (CLEAN, "")
 
@@ -149,7 +150,7 @@ def test_a_complete_checkpoint(tmp_path: Path, name: str) -> None:
 def test_each_reason_is_explained(tmp_path: Path, said: Said, name: str, change: Change, words: str) -> None:
     root = made(tmp_path / "run" / name)
     change(root)
-    problem = judge(root, 5).problem
+    problem = examine(root, 5).problem
     assert problem is not None
     assert words in problem
     explains(root)
@@ -163,7 +164,7 @@ def test_each_reason_is_explained(tmp_path: Path, said: Said, name: str, change:
 def test_the_examples_of_all_findings(tmp_path: Path, golden: str, name: str) -> None:
     source = next(path for path in (GOLDEN / golden / "checkpoint", GOLDEN / golden) if path.is_dir())
     root = Path(shutil.copytree(source, tmp_path / "run" / name, symlinks=True))
-    if judge(root, 5).problem is not None:
+    if examine(root, 5).problem is not None:
         explains(root)
 
 

@@ -21,8 +21,9 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 
 from ckptfix import check
-from ckptfix.checkpoint.latest import candidates, incomplete, newest_complete
+from ckptfix.checkpoint.latest import candidates, incomplete
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.diagnosis.resumable import newest_complete
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.training import ranks
 from ckptfix.training.accelerator import Accelerator

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from ckptfix import check
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete, mixed, newest_complete
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.cli import run
+from ckptfix.diagnosis.resumable import mixed, newest_complete
 from ckptfix.storage import staged
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.staged import SAVING, sweep, temporary_name

@@ -60,6 +60,14 @@ class Finding(Serialized):
         return False
 
     @property
+    def stops_resume(self) -> bool:
+        """True when a load or the next step fails: ``latest_checkpoint`` passes over the checkpoint.
+
+        False for an error that every checkpoint of a run has, as after a second prepare(), and that its script loads.
+        """
+        return self.severity is Severity.ERROR
+
+    @property
     def advice(self) -> str:
         """The next step, a sentence a line, "" where a plain repair does it; with ``DIR`` for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""

@@ -27,6 +27,11 @@ class DoubledModel(Finding):
     shifts: bool = False
     """Later models have numbers that are too high, so that a corrected script needs the repair."""
 
+    @property
+    def stops_resume(self) -> bool:
+        """False: the unchanged script prepares the model twice, and loads both."""
+        return False
+
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
         return (
@@ -131,6 +136,11 @@ class NestedPrefix(Finding):
 
     With ``action`` ASK, the number of processes is the only evidence.
     """
+
+    @property
+    def stops_resume(self) -> bool:
+        """False: the script that wrapped the model twice loads it."""
+        return False
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
@@ -302,6 +312,11 @@ class ConflictingModels(Finding):
     tensor: str | None
     proof: str
 
+    @property
+    def stops_resume(self) -> bool:
+        """False: both models load."""
+        return False
+
     def __str__(self) -> str:
         return (
             f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}', with "
@@ -373,6 +388,11 @@ class DoubledStates(IdenticalStates):
         "an optimizer or scheduler was saved twice, next to a duplicate model: the correct script loads it into the "
         "optimizer of another model"
     )
+
+    @property
+    def stops_resume(self) -> bool:
+        """False: the unchanged script prepares the model twice, and loads both."""
+        return False
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, parse_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
@@ -46,6 +46,11 @@ def _is_weights(file_name: str) -> bool:
     return parsed is not None and parsed.role in NOT_STATES
 
 
+def _is_required(name: str) -> bool:
+    parsed = parse_file_name(name) or parse_folder_name(name)
+    return parsed is not None and parsed.role is not Role.RNG_STATE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteCheckpoint(Finding):
     """Missing states of a save, by its other files or by the checkpoints of the same run.
@@ -71,6 +76,15 @@ class IncompleteCheckpoint(Finding):
     problem: str = ""
     is_wrong: bool = False
     misnamed: str = ""
+
+    @property
+    def stops_resume(self) -> bool:
+        """True when ``load_state`` fails without the files. It takes new random states, and the Trainer new states."""
+        return (
+            not (self.of_trainer or self.problem)
+            and self.severity is not Severity.NOTE
+            and any(map(_is_required, self.missing))
+        )
 
     def __str__(self) -> str:
         if self.problem:
@@ -320,6 +334,11 @@ class MismatchedNames(Finding):
     reference: str
     expected: tuple[str, ...]
     names: int
+
+    @property
+    def stops_resume(self) -> bool:
+        """False: accelerate loads an optimizer by position, not by its keys."""
+        return False
 
     def __str__(self) -> str:
         have = f"begin with '{dotted(self.chain)}'" if self.chain else "have no wrapper"

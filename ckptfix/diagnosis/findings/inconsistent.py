@@ -473,6 +473,11 @@ class UnsavedParameters(OptimizerFinding):
     is_of_trainer: bool = False
     empty: str = ""
 
+    @property
+    def stops_resume(self) -> bool:
+        """True where all weights are empty, and the optimizer has moments: the model of the script has parameters."""
+        return self.tensors == 0 and not self.is_bare
+
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
         if self.empty:

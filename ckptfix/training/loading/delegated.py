@@ -5,10 +5,10 @@ from typing import Any
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.torch_reading import resolve
+from ckptfix.diagnosis.resumable import mixed
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_globals import unsafe_globals
 from ckptfix.formats.torch_file import TorchFile, read_torch_file

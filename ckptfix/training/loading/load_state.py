@@ -14,8 +14,8 @@ import torch
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, believed, model_entries, state_entries
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.diagnosis.resumable import mixed
 from ckptfix.storage.stores import is_url
 from ckptfix.training.loading.assignment import Owners, Placement
 from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem

@@ -16,9 +16,10 @@ from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entr
 from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.latest import checkpoints_folder, choose, mixed, numbered
+from ckptfix.checkpoint.latest import checkpoints_folder, numbered
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
+from ckptfix.diagnosis.resumable import choose, mixed
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.doors import opened
 from ckptfix.storage.paths import JOURNAL, command

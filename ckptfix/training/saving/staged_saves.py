@@ -37,9 +37,10 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
     run_state_name,
 )
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of
+from ckptfix.checkpoint.latest import UNFINISHED, candidates
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.resumable import instead_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
 from ckptfix.storage.doors import opened

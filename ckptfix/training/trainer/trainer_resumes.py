@@ -22,15 +22,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     run_state_name,
 )
-from ckptfix.checkpoint.latest import (
-    NO_WEIGHTS,
-    Candidate,
-    candidates,
-    holds_weights,
-    incomplete,
-    mixed,
-    newest_complete,
-)
+from ckptfix.checkpoint.latest import NO_WEIGHTS, Candidate, holds_weights, judge, numbered
 from ckptfix.checkpoint.manifest import not_as_saved, usable_manifest
 from ckptfix.checkpoint.trainer_folders import (
     NO_OPTIMIZER,
@@ -40,6 +32,8 @@ from ckptfix.checkpoint.trainer_folders import (
     other_processes,
 )
 from ckptfix.devices.callers import warn_caller
+from ckptfix.diagnosis.check import resume_problem
+from ckptfix.diagnosis.resumable import examine, mixed, newest_complete
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import command, described
 from ckptfix.training.guard import Method
@@ -186,16 +180,28 @@ def _found(folder: Path, given: Any) -> list[Candidate]:
     if not path.is_dir():
         return []  # the Trainer's own error says what is not there
     number = checkpoint_number(path.name, TRAINER) or 0
-    siblings = [one.path for one in candidates(path.absolute().parent, TRAINER)]
-    problem = incomplete(path) if (path / TRAINER_STATE).exists() else _NO_STATE
-    return [_for_this_run(Candidate(path=path, number=number, problem=problem), siblings)]
+    problem = resume_problem(path) if (path / TRAINER_STATE).exists() else _NO_STATE
+    return [_for_this_run(Candidate(path=path, number=number, problem=problem), _siblings(path))]
 
 
 def _candidates(folder: Path) -> tuple[Candidate, ...]:
-    """Return the checkpoints in a folder, newest first; what this process must have and lacks is a problem, too."""
-    found = candidates(folder, TRAINER)
-    paths = [one.path for one in found]
-    return tuple(_for_this_run(one, paths) for one in found)
+    """Return the checkpoints in a folder, newest first; what this process must have and lacks is a problem, too.
+
+    Older ones than the newest without a problem are judged by their names and headers: only where another process
+    lacks it is one of them taken, and a run may have a thousand.
+    """
+    named = numbered(folder, (TRAINER,)).get(TRAINER, ())
+    paths = [path for _, path in named]
+    found: list[Candidate] = []
+    for number, path in named:
+        look = judge if any(one.problem is None for one in found) else examine
+        found.append(_for_this_run(look(path, number), paths))
+    return tuple(found)
+
+
+def _siblings(path: Path) -> list[Path]:
+    """Return the numbered checkpoints in the folder of one of them, newest first."""
+    return [other for _, other in numbered(path.absolute().parent, (TRAINER,)).get(TRAINER, ())]
 
 
 def _for_this_run(candidate: Candidate, siblings: Sequence[Path]) -> Candidate:
@@ -293,8 +299,7 @@ def _warn_of_inexact(path: Path) -> None:
     """Warn of what makes a resumed run another one, though the policy allows it."""
     if not _is_first():
         return
-    siblings = [one.path for one in candidates(path.absolute().parent, TRAINER)]
-    warned = [one for one in _missing(path, siblings) if _requirement(one) is Requirement.WARN]
+    warned = [one for one in _missing(path, _siblings(path)) if _requirement(one) is Requirement.WARN]
     reasons = [_in_words(warned)] if warned else []
     if (other := other_processes(path, _processes()[0])) is not None:
         reasons.append(other)

@@ -1,0 +1,145 @@
+"""The checkpoint of a run to resume from: the newest that is complete and in which ``check`` finds no error."""
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import FAMILIES, family_of
+from ckptfix.checkpoint.latest import (
+    HALF_REPAIRED,
+    UNFINISHED,
+    Candidate,
+    cut_upload,
+    incomplete,
+    judge,
+    numbered,
+    partly_repaired,
+)
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.check import resume_problem
+from ckptfix.storage.atomic import read_file
+from ckptfix.storage.paths import JOURNAL, command, shell_path
+from ckptfix.storage.staged import SAVING, outside_checkpoints
+
+
+def examine(path: Path, number: int) -> Candidate:
+    """Return a numbered checkpoint, with the reason why no run resumes from it as its problem."""
+    return judge(path, number, resume_problem)
+
+
+def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
+    """Return the first complete one of candidates that are ordered newest first."""
+    return next((candidate for candidate in found if candidate.problem is None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or no time decides.
+
+    ``passed_over``: the incomplete ones that are newer, and those of families without a complete one. ``rivals``: the
+    newest complete one of each family where there are several: their numbers cannot be compared, so the time of the
+    save decides.
+    """
+
+    best: Candidate | None
+    passed_over: tuple[Candidate, ...] = ()
+    rivals: tuple[Candidate, ...] = ()
+
+
+def choose(
+    folder: Path, patterns: Collection[str] = FAMILIES, look: Callable[[Path, int], Candidate] = examine
+) -> Choice | None:
+    """Return the newest complete checkpoint of a folder, None where no folder in it is named as a checkpoint is.
+
+    ``look``: returns one with its problem. It is called for as few as it takes, as a run may have 100,000: newest
+    first, until one is complete. Raises OSError.
+    """
+    families: list[tuple[list[Candidate], Candidate | None]] = []
+    for family in numbered(folder, patterns).values():
+        broken: list[Candidate] = []
+        complete: Candidate | None = None
+        for number, path in family:
+            candidate = look(path, number)
+            if candidate.problem is None:
+                complete = candidate
+                break
+            broken.append(candidate)
+        families.append((broken, complete))
+    newest = tuple(complete for _, complete in families if complete is not None)
+    if not newest:
+        every = tuple(one for broken, _ in families for one in broken)
+        return Choice(best=None, passed_over=every) if families else None
+    best = max(newest, key=lambda one: one.time or 0.0)
+    times = [one.time for one in newest]
+    is_certain = len(newest) == 1 or (None not in times and times.count(best.time) == 1)
+    passed_over = [one for broken, complete in families if complete is best for one in broken]
+    passed_over += [broken[0] for broken, complete in families if complete is None]
+    return Choice(
+        best=best if is_certain else None,
+        passed_over=tuple(passed_over),
+        rivals=newest if len(newest) > 1 else (),
+    )
+
+
+def mixed(checkpoint: Path) -> str | None:
+    """Return the message about a folder whose last save or repair was interrupted between its files, None for others.
+
+    Its files may be of two saves, partly repaired, or not all be there.
+    """
+    return mixed_save(checkpoint) or _mixed_repair(checkpoint)
+
+
+def _mixed_repair(checkpoint: Path) -> str | None:
+    folder = partly_repaired(checkpoint)
+    return f"{folder}: {HALF_REPAIRED}; next: {command('repair', folder)}" if folder is not None else None
+
+
+def mixed_save(checkpoint: Path) -> str | None:
+    """Return the message about a folder whose last save was interrupted between its files, None for any other."""
+    if (checkpoint / JOURNAL / UNFINISHED).exists():
+        why = "holds files of two saves: the last one was interrupted"
+    elif (problem := cut_upload(checkpoint)) is not None:
+        why = f"is not a complete checkpoint: {problem}"
+    else:
+        return None
+    return f"{checkpoint} {why}; next: {instead_of(checkpoint)}"
+
+
+def instead_of(checkpoint: Path) -> str:
+    """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the nearest complete one,
+    or none.
+    """
+    with suppress(OSError, ValueError):
+        if (staged := _intact_staging(checkpoint)) is not None:
+            return f"load the interrupted save, which is intact in {shell_path(staged)}"
+    if (family := family_of(checkpoint.name)) is not None:
+        with suppress(OSError):
+            others = (
+                examine(path, number)
+                for number, path in numbered(checkpoint.parent, (family[0],)).get(family[0], ())
+                if path.name != checkpoint.name
+            )
+            if (other := newest_complete(others)) is not None:
+                return f"load {shell_path(other.path)}, which is complete, or save again"
+    return "save again; no complete checkpoint lies next to it"
+
+
+def _intact_staging(checkpoint: Path) -> Path | None:
+    """Return the staging folder of the interrupted save while none of its files has been moved. Raises OSError."""
+    journal = checkpoint / JOURNAL
+    recorded = set(json.loads(read_file(journal / UNFINISHED)))
+    parent = outside_checkpoints(checkpoint)
+    near = (
+        one
+        for one in parent.iterdir()
+        if one.name.startswith(SAVING) and one.name.endswith(f"+{checkpoint.name}")
+    )
+    for folder in (*journal.glob(f"{SAVING}*"), *near):
+        # A recorded file of the checkpoint that is not in the staging folder was moved, or is of the older save.
+        if incomplete(folder) is None and not any(
+            os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name) for name in recorded
+        ):
+            return folder
+    return None

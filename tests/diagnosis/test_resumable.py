@@ -1,0 +1,189 @@
+"""``latest_checkpoint`` takes what ``load_state`` loads and the next step goes on from, as ``check`` says."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import save_file
+
+from ckptfix import check, latest_checkpoint
+from ckptfix.diagnosis.resumable import choose, examine
+from tests.commanding import Said, said
+
+__all__ = ["said"]
+
+Change = Callable[[Path], object]
+
+
+def prepared() -> tuple[Accelerator, list[Any], list[Any]]:
+    """Return the objects of a script with a generator and a discriminator."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    models = [torch.nn.Linear(4, 3), torch.nn.Linear(5, 2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 5) for one in optimizers]
+    objects = accelerator.prepare(*models, *optimizers, *schedulers)
+    return accelerator, list(objects[:2]), list(objects[2:])
+
+
+def step(models: list[Any], rest: list[Any]) -> None:
+    for model, optimizer, scheduler in zip(models, rest[:2], rest[2:], strict=True):
+        model(torch.ones(2, model.in_features)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved") / "run"
+    accelerator, models, rest = prepared()
+    for number in (1, 2, 3):
+        step(models, rest)
+        accelerator.save_state(str(run / f"checkpoint_{number}"))
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def resumes(checkpoint: Path) -> bool:
+    """Return whether stock accelerate loads a checkpoint and makes the next step."""
+    accelerator, models, rest = prepared()
+    with suppress(Exception):
+        accelerator.load_state(str(checkpoint))
+        step(models, rest)
+        return True
+    return False
+
+
+def gone(*names: str) -> Change:
+    def change(root: Path) -> None:
+        for name in names:
+            (root / name).unlink()
+
+    return change
+
+
+def folder(name: str) -> Change:
+    def change(root: Path) -> None:
+        (root / name).unlink()
+        (root / name).mkdir()
+        (root / name / "data").touch()
+
+    return change
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Change:
+    def edit(root: Path) -> None:
+        state = torch.load(root / "optimizer.bin")
+        change(state)
+        torch.save(state, root / "optimizer.bin")
+
+    return edit
+
+
+def flipped(root: Path) -> None:
+    data = (root / "optimizer.bin").read_bytes()
+    (root / "optimizer.bin").write_bytes(data.replace(b"exp_avg_sq", b"exp_avg_sx"))
+
+
+def emptied(root: Path) -> None:
+    for name in ("model.safetensors", "model_1.safetensors"):
+        save_file({}, root / name, metadata={"format": "pt"})
+
+
+REFUSED: dict[str, Change] = {
+    "first model and optimizer": gone("model.safetensors", "optimizer.bin"),
+    "first model": gone("model.safetensors"),
+    "last model": gone("model_1.safetensors"),
+    "first optimizer": gone("optimizer.bin"),
+    "last optimizer": gone("optimizer_1.bin"),
+    "last scheduler": gone("scheduler_1.bin"),
+    "all schedulers": gone("scheduler.bin", "scheduler_1.bin"),
+    "all optimizers": gone("optimizer.bin", "optimizer_1.bin"),
+    "optimizer in a folder": folder("optimizer.bin"),
+    "renamed optimizer": lambda root: (root / "optimizer_1.bin").rename(root / "optimizer_1 (1).bin"),
+    "group without lr": edited(lambda state: state["param_groups"][0].pop("lr")),
+    "moment": edited(lambda state: state["state"][0].pop("exp_avg")),
+    "flipped bytes": flipped,
+    "empty weights": emptied,
+    "cut optimizer": lambda root: os.truncate(root / "optimizer.bin", 900),
+}
+
+LOADED: dict[str, Change] = {
+    "nothing": lambda root: None,
+    "random states of another rank": lambda root: shutil.copy(
+        root / "random_states_0.pkl", root / "random_states_1.pkl"
+    ),
+    "note of a user": lambda root: (root / "notes.txt").write_text("good"),
+    "left copy": lambda root: shutil.copy(root / "optimizer.bin", root / "optimizer.bin.tmp"),
+}
+
+
+def cases() -> Iterator[Any]:
+    yield from (pytest.param(change, False, id=name) for name, change in REFUSED.items())
+    yield from (pytest.param(change, True, id=name) for name, change in LOADED.items())
+
+
+@pytest.mark.parametrize(("change", "is_loaded"), list(cases()))
+@pytest.mark.filterwarnings("ignore:.*passed over")
+def test_the_loader_the_check_and_the_choice_agree(
+    run: Path, said: Said, change: Change, is_loaded: bool
+) -> None:
+    """A folder with 2 errors of ``check`` was "the newest complete one" of ``latest_checkpoint``."""
+    newest = run / "checkpoint_3"
+    change(newest)
+    assert resumes(newest) is is_loaded
+    expected = newest if is_loaded else run / "checkpoint_2"
+    assert latest_checkpoint(run) == expected
+    assert is_loaded or check(newest).status == 1
+    _, out, _ = said("check", "-r", run)
+    assert f"resume from {expected}, the newest complete one" in out or (
+        f"resume from {run / 'checkpoint_2'}: {expected} is newer, but check found problems" in out
+    )
+
+
+def test_a_duplicate_that_every_checkpoint_of_its_script_has(tmp_path: Path) -> None:
+    """The unchanged script prepares its model twice, and loads both: a resume must not refuse the run."""
+    source = Path("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint")
+    for number in (1, 2):
+        shutil.copytree(source, tmp_path / f"checkpoint_{number}")
+    assert "doubled-model" in {finding.code for finding in check(tmp_path / "checkpoint_2").findings}
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint_2"
+
+
+def test_a_script_that_dropped_an_optimizer_loses_two_saves_at_most(run: Path) -> None:
+    for number in (4, 5, 6):
+        shutil.copytree(run / "checkpoint_3", run / f"checkpoint_{number}")
+        gone("optimizer_1.bin", "scheduler_1.bin", "model_1.safetensors")(run / f"checkpoint_{number}")
+        choice = choose(run)
+        assert choice is not None
+        assert choice.best is not None
+        assert choice.best.number == (3 if number == 4 else number)
+
+
+def test_a_file_of_the_trainer_that_it_starts_anew(tmp_path: Path) -> None:
+    """The Trainer resumes without its optimizer: ``--missing-states`` of the guard decides, not the choice."""
+    from tests.diagnosis.test_completeness import make_of_trainer
+
+    for number in (2, 4, 6):
+        root = make_of_trainer(tmp_path / f"checkpoint-{number}")
+        state = (root / "trainer_state.json").read_text()
+        (root / "trainer_state.json").write_text(
+            state.replace('"global_step": 4', f'"global_step": {number}')
+        )
+    gone("optimizer.pt", "scheduler.pt")(tmp_path / "checkpoint-6")
+    assert check(tmp_path / "checkpoint-6").status == 1
+    assert examine(tmp_path / "checkpoint-6", 6).problem is None
