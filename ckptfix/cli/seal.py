@@ -32,7 +32,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 @click.option(
     "--force",
     is_flag=True,
-    help="Seal the folder even if it is damaged or no longer matches its manifest.",
+    help="Seal the folder even if it is damaged, incomplete or no longer matches its manifest.",
 )
 @click.option(
     "--ranges", is_flag=True,

@@ -281,14 +281,9 @@ def check(
     lacking: tuple[Finding, ...] = ()
     if bare is not None:
         lacking = bare.beyond(diagnosis.findings)
-    elif target.only is None and not any(
-        isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
-    ):
+    else:
         grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
-        told = {one for finding in diagnosis.findings for one in _told_of(finding)}
-        lacking = tuple(compared(target.root, grouped, told))
-        damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
-        lacking += tuple(diagnose_exchanged(folder, grouped, damaged))
+        lacking = missing_here(target, diagnosis, grouped)
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have some.
@@ -311,6 +306,22 @@ def check(
         understood=understand(diagnosis),
         not_resumable=_not_resumable(target, findings) if resumes else "",
     )
+
+
+def missing_here(
+    target: Target, diagnosis: Diagnosis, siblings: Siblings, *, home: Path | None = None
+) -> tuple[Finding, ...]:
+    """Return the findings that the checkpoints next to one show: files that it lacks, and files of other entries.
+
+    ``home``: as of ``compared``.
+    """
+    is_without_model = any(isinstance(one, MissingModel) and not one.model for one in diagnosis.findings)
+    if target.only is not None or is_without_model:
+        return ()
+    told = {name for finding in diagnosis.findings for name in _told_of(finding)}
+    missing = compared(target.root, siblings, told, home=home)
+    damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
+    return (*missing, *diagnose_exchanged(diagnosis.folder, siblings, damaged))
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:

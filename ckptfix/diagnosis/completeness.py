@@ -480,10 +480,13 @@ def _saves(run: _Run, folder: Path, near: Iterable[tuple[int, str]]) -> list[_Si
     return saves
 
 
-def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterator[Finding]:
+def compared(
+    folder: Path, siblings: Siblings, known: Collection[str], *, home: Path | None = None
+) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
-    ``known``: files that were reported already. A folder whose save recorded its files is not compared.
+    ``known``: files that were reported already. ``home``: where its neighbours are, for a copy of another folder.
+    A folder whose save recorded its files is not compared.
     Between others, one of the nearest on either side must have the part: a script that gains or loses an object changes
     all that follow. The newest and the oldest are compared with the two next to them, and both must have it.
     States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. If only one
@@ -491,7 +494,7 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     alone lacks all that any checkpoint near it has.
     """
     manifest = usable_manifest(folder)
-    origin = Path(os.path.abspath(origin_of(folder)))
+    origin = Path(os.path.abspath(origin_of(home or folder)))
     if split_number(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
         return
     before, after = siblings.around(origin)

@@ -28,12 +28,13 @@ from ckptfix.diagnosis.check import (
     CheckReport,
     interrupted,
     interrupted_inside,
+    missing_here,
     models_below,
     resume_problem,
     status_of,
     with_below,
 )
-from ckptfix.diagnosis.completeness import judge_bare
+from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.duplicates import (
@@ -180,17 +181,19 @@ Receipt = RepairReceipt
 class RepairPlan(Printable):
     """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
 
-    ``diagnosis``: the state that was planned for. ``pending``: the findings about an interrupted run, which ``execute``
-    rolls back first. ``recovered``: one was rolled back before planning, or in a store ``finished``. ``output``: the
-    folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in words; ``at_once``: all
-    its names change in one commit. ``image``: closed by ``execute``, where the plan was made for a URL. ``home``: the
-    folder whose neighbours are evidence, which is the source of a copy.
+    ``diagnosis``: the state that was planned for. ``missing``: the findings about files that the checkpoints next to
+    it have. ``pending``: the findings about an interrupted run, which ``execute`` rolls back first. ``recovered``: one
+    was rolled back before planning, or in a store ``finished``. ``output``: the folder for a repaired copy.
+    ``carriage``: of a checkpoint in a store the bytes to travel, in words; ``at_once``: all its names change in one
+    commit. ``image``: closed by ``execute``, where the plan was made for a URL. ``home``: the folder whose neighbours
+    are evidence, which is the source of a copy.
     """
 
     target: Target
     policy: Policy
     output: Path | str | None
     diagnosis: Diagnosis
+    missing: tuple[Finding, ...]
     draft: Plan
     compiled: Compiled
     pending: tuple[Finding, ...]
@@ -229,10 +232,9 @@ class RepairPlan(Printable):
 
     def preview(self) -> RepairReceipt:
         """Return the receipt of a dry run."""
-        found = self.pending + self.diagnosis.findings
-        return replace(
-            self._receipt(self.diagnosis), found=found, left=found, dry_run=True, output=self.output
-        )
+        receipt = self._receipt(self.diagnosis)
+        found = self.pending + receipt.found
+        return replace(receipt, found=found, left=found, dry_run=True, output=self.output)
 
     def execute(
         self, *, transfer: bool = False, break_lock: bool = False, progress: Progress | None = None
@@ -278,7 +280,7 @@ class RepairPlan(Printable):
         return replace(
             receipt,
             path=self.path,
-            found=self.diagnosis.findings,
+            found=(*self.missing, *self.diagnosis.findings),
             transaction=None,
             output=output,
             below=below,
@@ -363,13 +365,19 @@ class RepairPlan(Printable):
         return replace(self._receipt(after), transaction=number)
 
     def _receipt(self, after: Diagnosis) -> RepairReceipt:
+        # A repair drops the duplicates that the checkpoints next to it still have.
+        missing = self.missing
+        if after is not self.diagnosis:
+            missing = missing_here(self.target, after, Siblings(), home=self.home)
         return RepairReceipt(
             path=self.path,
-            found=self.diagnosis.findings,
+            found=(*self.missing, *self.diagnosis.findings),
             steps=self.steps,
             unplanned=self.unplanned,
-            left=_unanswered(after, self.policy),
-            not_checked=after.not_checked,
+            left=(*missing, *_unanswered(after, self.policy)),
+            not_checked=tuple(
+                words for words in after.not_checked if not (missing and words == STATES_ALONE)
+            ),
             recovered=self.recovered,
             finished=self.finished,
             below=tuple(models_below(after)),
@@ -543,6 +551,7 @@ def _plan(
             policy=policy,
             output=output,
             diagnosis=diagnosis,
+            missing=missing_here(target, diagnosis, Siblings(), home=home) if bare is None else (),
             draft=draft,
             compiled=compiled,
             pending=interrupted(target),

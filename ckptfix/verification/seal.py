@@ -102,7 +102,10 @@ class SealReceipt(Printable, Serialized):
         yield from finding_lines(self.findings, str(self.path))
         yield from differing_lines(self.differing)
         if not self.written:
-            what = "differs from its manifest" if self.differing else "is damaged"
+            is_damaged = any(one.severity is Severity.ERROR for one in self.findings)
+            what = "is damaged" if is_damaged else "is incomplete"
+            if self.differing:
+                what = "differs from its manifest"
             yield line(f"{self.path} {what}: nothing was written", bold=True)
             yield line(f"next: {self._mend()}")
             force = command("seal", self.path, "", "--force")
@@ -126,7 +129,9 @@ class SealReceipt(Printable, Serialized):
         option = "--signature" if self.signed_by else "--oms"
         files = [part for name in self.statements for part in (option, str(self.path / name))]
         by_statements = f"{command('verify', self.path, '', *files)} {self.trust}".strip()
-        yield line(f"next: {by_statements if self.signed_by else command('verify', self.path)}")
+        warned = any(one.severity is not Severity.NOTE for one in self.findings)
+        again = "  # reports what is above, too, with exit status 1" if warned else ""
+        yield line(f"next: {by_statements if self.signed_by else command('verify', self.path)}{again}")
         if self.signed_by:
             yield line(f"or, without verifying who signed: {command('verify', self.path)}")
         elif self.statements:
@@ -162,10 +167,10 @@ def seal(
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other entries stay.
 
-    A folder in which ``check`` finds an error, whose save was cut short, or in which something that its manifest lists
-    is gone or changed, is not sealed unless ``force`` is on. Added files are sealed. CRCs in files are
-    compared, so that a flipped bit is not sealed as good. Where repairs can still be undone, the seal is a step that
-    ``undo`` undoes before them.
+    Without ``force`` some folders are not sealed: where ``check`` finds an error, or misses a file without which
+    ``load_state`` fails; where the save was cut short; where something that the manifest lists is gone or changed.
+    Added files are sealed. CRCs in files are compared, so that a flipped bit is not sealed as good. Where repairs can
+    still be undone, the seal is a step that ``undo`` undoes before them.
 
     ``oms``: write statements as OpenSSF Model Signing v1.0 has them, too, of the files and of the tensors; ``sign``:
     sign them with a ``KeySigning`` or a ``SigstoreSigning``.

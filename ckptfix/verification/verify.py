@@ -16,7 +16,7 @@ from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave, StagingFolder
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, InterruptedSave, StagingFolder
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.errors import CkptfixError, UsageError
@@ -205,15 +205,16 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
     if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():
         return "; the last save was interrupted: save again"
     if any(map(forbids_seal, serious)):
-        return ", and seal refuses a damaged folder"
+        return ", and seal refuses a damaged or incomplete folder"
     if target.only is not None:
         return f"; to seal all files of its folder: {command('seal', target.root)}"
     return f"; next: {command('seal', target.root)}"
 
 
 def forbids_seal(finding: Finding) -> bool:
-    """Return whether a folder with this should not be sealed: an error, or a save that was cut short."""
-    return finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
+    """Return whether a folder with this should not be sealed: an error, a cut save, or a file that a load needs."""
+    is_incomplete = isinstance(finding, IncompleteCheckpoint) and finding.stops_resume
+    return is_incomplete or finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 
 class Structure(NamedTuple):

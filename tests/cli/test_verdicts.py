@@ -112,7 +112,10 @@ def test_an_interrupted_dcp_save_is_not_sent_to_seal(tmp_path: Path, capsys: Cap
     (tmp_path / "c" / "pytorch_model_fsdp_0" / ".metadata").unlink()
     assert run(["verify", str(tmp_path / "c")]) == 1
     printed = out(capsys)
-    assert "nothing was verified: there is no manifest, and seal refuses a damaged folder" in printed
+    assert (
+        "nothing was verified: there is no manifest, and seal refuses a damaged or incomplete folder"
+        in printed
+    )
     assert "ckptfix seal" not in printed
 
 
