@@ -11,11 +11,12 @@ from itertools import chain as concatenated
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, shared_chain
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
+from ckptfix.checkpoint.rank_parts import joined_parts, parts_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
@@ -46,6 +47,18 @@ class ModelFiles:
     stale_of: PurePosixPath | None = None
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def label(self) -> str:
+        """The name of all files together: the lone file, or the index, or a pattern for the files with parts."""
+        if len(self.members) == 1:
+            return str(self.members[0].path)
+        return PARTS_LABEL if self.is_in_parts else str(self.index_path)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Return whether each file has parts of tensors, as torch's ``HuggingFaceStorageWriter`` saves them."""
+        return bool(self.members) and self.members[0].name.is_of_parts
 
     @property
     def listed(self) -> Mapping[str, str]:
@@ -103,7 +116,8 @@ class ModelFiles:
             return scope.names
         key = scope.path, scope.kind
         if key not in self._joint:
-            self._joint[key] = tuple(concatenated.from_iterable(same.names for same in self._same(scope)))
+            names = concatenated.from_iterable(same.names for same in self._same(scope))
+            self._joint[key] = tuple(dict.fromkeys(names) if self.is_in_parts else names)
         return self._joint[key]
 
     def chain(self, scope: NameScope) -> tuple[str, ...]:
@@ -139,9 +153,16 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
         if (shard_set := _shard_set(component)) is not None:
             sets.setdefault(shard_set, []).append(component)
     groups: list[ModelFiles] = []
-    used: set[PurePosixPath] = set()
+    in_parts = tuple(component for component in folder.components if component.name.is_of_parts)
+    groups += [ModelFiles(members=in_parts)] if in_parts else []
+    used = {component.path for component in in_parts}
     for component in folder.components:
         if isinstance(component.content, WeightsIndex):
+            listed = set(component.content.weight_map.values())
+            if listed and listed <= {str(member.path) for member in in_parts}:
+                # A repair by ckptfix 0.5.0 wrote it; no loader reads it.
+                used.add(component.path)
+                continue
             found = _indexed(folder, component, component.content, sets)
             groups += found
             used |= {member.path for group in found for member in group.members} | {component.path}
@@ -218,7 +239,9 @@ def _holds_anything(component: Component) -> bool:
 
 def _shard_set(component: Component) -> ShardSet | None:
     name = component.name
-    return (name.stem, name.shard[1], name.variant, name.suffix) if name.shard is not None else None
+    if name.shard is None or name.is_of_parts:
+        return None
+    return name.stem, name.shard[1], name.variant, name.suffix
 
 
 def _can_list(index: Component, shards: Sequence[Component]) -> bool:
@@ -448,9 +471,13 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
         if whole is None and member.problem is None:
             problems.append(f"{member.path} is not a state dict")
         shapes.update(shapes_of(member, ()))
+    if group.is_in_parts:
+        tensors_of_parts = joined_parts(group.members)
+        shapes = {tensor.fqn: tensor.shape for tensor in tensors_of_parts}
+        problems += [f"{tensor.fqn!r}: {tensor.problem}" for tensor in tensors_of_parts if tensor.problem][:1]
     if not problems and (lost := group.lost):
         problems.append(f"{group.index_path} promises {lost[0]!r}, which no shard holds")
-    label = str(group.members[0].path) if len(group.members) == 1 else str(group.index_path)
+    label = group.label
     tensors = [tensor for member in group.members for tensor in member.tensors]
     if recorded is not None and not _lists(recorded, label, tensors):
         recorded = None
@@ -510,7 +537,7 @@ def shapes_of(component: Component, path: tuple[str, ...]) -> dict[str, tuple[in
 def _problem(component: Component) -> str:
     problem = component.problem
     if problem is None:
-        return ""
+        return parts_problem(component) if component.name.is_of_parts else ""
     sizes = ""
     if problem.need is not None and str(problem.need) not in problem.message:
         sizes = f" ({problem.have} bytes are there, {problem.need} are needed)"

@@ -9,6 +9,8 @@ Every library's names are here, and only here:
 - The files and folders of DCP (``torch/distributed/checkpoint/filesystem.py`` of torch 2.13), and of DeepSpeed 0.18
   (``runtime/engine.py``).
 - The files of FSDP that each rank saves alone: ``optimizer_0_rank1.bin`` (``utils/fsdp_utils.py`` of accelerate 1.15).
+- The safetensors files in which torch saves each rank's parts of tensors,
+  ``shard-00001-model-00001-of-00002.safetensors`` (``distributed/checkpoint/_hf_utils.py`` of torch 2.13).
 - ``run_state_0.pt``, in which the guarded Accelerator keeps what a rank needs to go on exactly.
 - Folders that are one of several checkpoints: ``checkpoint_3``, ``checkpoint-500``, ``step_10``, ``epoch_2``.
 
@@ -76,7 +78,7 @@ class FileName:
     """A parsed name. ``stem`` and ``suffix`` belong to the family: files of one family are one list of entries.
 
     ``shard`` is (number, total), both from 1, for one file of a sharded model. ``rank`` is set for what each
-    rank has for itself.
+    rank has for itself; both are set for a file of parts (``is_of_parts``).
     ``variant`` is set where it follows the number of a shard, as diffusers wrote it before 0.30.
     """
 
@@ -107,6 +109,11 @@ class FileName:
     def is_of_save_state(self) -> bool:
         """Return whether only ``save_state`` writes it: it always leaves the random states of every rank."""
         return self.role is Role.RNG_STATE and not self.is_of_trainer
+
+    @property
+    def is_of_parts(self) -> bool:
+        """Return whether torch's ``HuggingFaceStorageWriter`` saved one rank's parts of tensors here."""
+        return self.shard is not None and self.rank is not None
 
     @property
     def is_state_file(self) -> bool:
@@ -181,10 +188,15 @@ class FileName:
         """Return the name of another entry of the same family."""
         return replace(self, index=index)
 
+    def of_rank(self, rank: int) -> "FileName":
+        """Return the name of the file that another rank has for the same."""
+        return replace(self, rank=rank)
+
     def __str__(self) -> str:
         if self.shard is not None:
             variant = f".{self.variant}" if self.variant else ""
-            return f"{self.stem}-{self.shard[0]:05}-of-{self.shard[1]:05}{variant}{self.suffix}"
+            stem = self.stem if self.rank is None else self.stem.replace("*", f"{self.rank + 1:05}")
+            return f"{stem}-{self.shard[0]:05}-of-{self.shard[1]:05}{variant}{self.suffix}"
         if self.rank is not None:
             return f"{self.stem}_{self.rank}{self.suffix}"
         if self.role is Role.CUSTOM or self.index:
@@ -225,6 +237,13 @@ _WORD = "[A-Za-z0-9_-]+"
 _SHARD = re.compile(
     rf"(.+)-([0-9]{{5}})-of-([0-9]{{5}})(?:\.({_WORD}))?(\.safetensors|\.bin)", re.DOTALL
 )  # model-00001-of-00002.safetensors, and .fp16.safetensors as diffusers wrote it before 0.30
+_PARTS_STEM = "shard-*-model"
+_PARTS = re.compile(
+    r"shard-(?!00000)([0-9]{5})-model-([0-9]{5})-of-([0-9]{5})(\.safetensors)"
+)  # shard-00001-model-00001-of-00002.safetensors: the parts that rank 0 has of the tensors in file 1
+PARTS_LABEL = f"{_PARTS_STEM}-*.safetensors"
+"""The name in messages of all files with parts of one model."""
+
 _INDEX = re.compile(
     rf"(.+)((?:\.safetensors|\.bin)(?:\.index(?:\.{_WORD})?|\.{_WORD}\.index)\.json)", re.DOTALL
 )  # .index.fp16.json, and .fp16.index.json as diffusers wrote it before 0.30
@@ -247,6 +266,11 @@ def parse_file_name(name: str) -> FileName | None:
             if role in OF_ONE_RANK:
                 return FileName(role=role, stem=match[1], suffix=match[3], rank=number)
             return FileName(role=role, stem=match[1], suffix=match[3], index=number or 0)
+    if match := _PARTS.fullmatch(name):
+        rank, number, total = (int(digits) for digits in match.groups()[:3])
+        return FileName(
+            role=Role.MODEL, stem=_PARTS_STEM, suffix=match[4], rank=rank - 1, shard=(number, total)
+        )
     if match := _SHARD.fullmatch(name):
         shard = (int(match[2]), int(match[3]))
         return FileName(role=Role.MODEL, stem=match[1], suffix=match[5], shard=shard, variant=match[4] or "")
@@ -256,6 +280,12 @@ def parse_file_name(name: str) -> FileName | None:
         if name.endswith(suffix) and name != suffix:
             return FileName(role=Role.UNKNOWN, stem=name[: -len(suffix)], suffix=suffix)
     return None
+
+
+def is_file_of_parts(name: str) -> bool:
+    """Return whether a file of this name has one rank's parts of tensors, as ``FileName.is_of_parts`` says."""
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.is_of_parts
 
 
 _ADDED = re.compile(r"\s|\([0-9]+\)|~|\.[0-9]+$")

@@ -11,7 +11,13 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import FileName, Role, describe_folder_name, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    OF_ONE_RANK,
+    FileName,
+    Role,
+    describe_folder_name,
+    parse_file_name,
+)
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
@@ -220,7 +226,7 @@ def scan_folder(
     with os.scandir(root) as listing, paused_gc():
         for entry in sorted(listing, key=lambda entry: entry.name):
             path, name = PurePosixPath(entry.name), parse_file_name(entry.name)
-            if name is not None and name.rank is not None:
+            if name is not None and name.rank is not None and name.role in OF_ONE_RANK:
                 ranks.add(name.rank)
             if entry.name == JOURNAL:
                 continue

@@ -6,7 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    FileName,
+    Role,
+    is_file_of_parts,
+    parse_file_name,
+    parse_folder_name,
+)
 from ckptfix.conversion.destination import (
     check_paths,
     ensure_apart,
@@ -238,6 +244,11 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     words = []
     if not plan.options.verify:
         words.append("that the new files hold what the old ones do (--no-verify)")
+    words += (
+        f"{one.label}: whether the files of the last ranks are missing; no file records how many ranks saved it"
+        for one in plan.source.weights
+        if one.files and is_file_of_parts(one.files[0].name)
+    )
     if plan.options.strategy is not None:
         return (*words, *plan.not_checked)
     names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]

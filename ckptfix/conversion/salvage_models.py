@@ -12,6 +12,7 @@ from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import REPORT
+from ckptfix.checkpoint.rank_parts import joined_parts, parts_problem
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
@@ -141,6 +142,9 @@ class Models:
             for member in group.members:
                 self._files.state(member)
             return
+        if group.is_in_parts:
+            self._in_parts(group)
+            return
         wrong = {
             member.path: problem
             for member in group.members
@@ -152,6 +156,17 @@ class Models:
             self._sealed_group(group)
         else:
             self._copy(group, proven=False)
+
+    def _in_parts(self, group: ModelFiles) -> None:
+        """Sort the files of the ranks one by one: which tensors are complete is not certain without all of them."""
+        for member in group.members:
+            if why := parts_problem(member):
+                self._found.lost.append(Lost(str(member.path), None, why))
+            else:
+                self._files.state(member)
+        for tensor in joined_parts(group.members) if self._only is None else ():
+            if tensor.problem:
+                self._found.lost.append(Lost(str(tensor.parts[0].file.path), tensor.fqn, tensor.problem))
 
     def add(
         self,

@@ -20,6 +20,7 @@ from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import (
     FileName,
     dcp_model_folder,
+    is_file_of_parts,
     model_file,
     parse_file_name,
     parse_folder_name,
@@ -138,7 +139,9 @@ def _is_loaded(weights: Weights) -> bool:
 
 def _is_sharded(weights: Weights) -> bool:
     """Return whether ranks saved a model together: in a folder, or in a file for each rank."""
-    return weights.format in _FOLDERS or parse_rank_file_name(weights.files[0].name) is not None
+    file = weights.files[0].name
+    is_of_ranks = parse_rank_file_name(file) is not None or is_file_of_parts(file)
+    return weights.format in _FOLDERS or is_of_ranks
 
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:

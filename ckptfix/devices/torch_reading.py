@@ -187,6 +187,9 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
     Tensors are mapped where the file allows it, not copied. Raises Unreadable.
     """
     weights: OrderedDict[str, Any] = OrderedDict()
+    if entry.members and entry.members[0].name.is_of_parts:
+        migrate = command("migrate", root, "", "--to", "safetensors")
+        raise Unreadable(f"{root}: each file has one rank's parts of tensors; next: {migrate} NEW_FOLDER")
     for member in entry.members:
         if member.name.suffix == ".safetensors" or not isinstance(member.content, TorchFile):
             try:

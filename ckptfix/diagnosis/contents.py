@@ -193,7 +193,7 @@ def lasting_label(weights: Weights, root: Path) -> str:
 def _whole_label(root: Path, entry: Entry) -> str:
     """Return the label of a model as with all of its files: a lone shard would give its own name."""
     name = entry.members[0].name if entry.members else None
-    if name is None or name.shard is None:
+    if name is None or name.shard is None or name.is_of_parts:
         return entry.label
     existing = (index for index in name.index_names if (root / index).exists())
     return next(existing, name.index_name)
@@ -203,7 +203,7 @@ def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
     """Return the tensors in the readable files of a model."""
     parts = []
     for member in entry.members:
-        if member.problem is None and member.whole is not None:
+        if member.problem is None and member.whole is not None and not member.name.is_of_parts:
             with suppress(OperationError):
                 parts.append(file_weights(root, single_entry(member)))
     if not parts:

@@ -25,9 +25,11 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_deepspeed,
     diagnose_files,
     diagnose_meta_tensors,
+    diagnose_parts,
     diagnose_rank_files,
     diagnose_shards,
     diagnose_wrong_states,
+    unchecked_parts,
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
@@ -206,7 +208,10 @@ def diagnose(
         named = without_deepspeed(folder)
         groups = group_files(named)
         existing = {*folder.strays, *(one.path for one in folder.components)}
-        findings: list[Finding] = diagnose_shards(groups, existing) if folder.only is None else []
+        findings: list[Finding] = []
+        if folder.only is None:
+            findings += diagnose_shards(groups, existing)
+        findings += diagnose_parts(groups, is_file=folder.only is not None)
         rebuilt = {
             finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
         }
@@ -278,6 +283,7 @@ def diagnose(
         trainer=trainer,
         findings=tuple(findings),
         not_checked=(
+            *(unchecked_parts(groups, folder.processes) if folder.only is None else ()),
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
             *unchecked_bundles(bundles),
             *of_optimizers.unchecked,

@@ -1,4 +1,4 @@
-"""Damage in single files, also a content that their names do not promise, in shards, and in DeepSpeed folders.
+"""Damage in single files, also a content that their names do not promise, in shards, files of ranks and DeepSpeed.
 
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
@@ -32,6 +32,7 @@ from ckptfix.checkpoint.folder import (
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
+from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, joined_parts, parts_problem
 from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
     Content,
@@ -59,7 +60,7 @@ from ckptfix.diagnosis.findings.damaged import (
     TruncatedFile,
     UncheckedFile,
 )
-from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import OperationError
@@ -72,6 +73,7 @@ from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
+from ckptfix.wording import count_of, list_names
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
@@ -556,6 +558,77 @@ def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixP
             if not any(path in damaged for path in paths):
                 text = str(error).partition("; next: ")[0]
                 yield MalformedFile(path=paths[0], detail=text.removeprefix(f"{folder.root / paths[0]}: "))
+
+
+def diagnose_parts(groups: Iterable[ModelFiles], *, is_file: bool) -> Iterator[Finding]:
+    """Find files without the places of their parts, and tensors with a hole or an overlap, whose loads are silent.
+
+    ``is_file``: a file is judged alone, without those of the other ranks.
+    """
+    for group in groups:
+        if group.is_in_parts:
+            misplaced = [
+                MalformedFile(path=member.path, detail=why)
+                for member in group.members
+                if member.problem is None and (why := parts_problem(member))
+            ]
+            yield from misplaced
+            # A file that cannot be read explains every hole.
+            if not (is_file or misplaced or any(member.problem is not None for member in group.members)):
+                yield from _incomplete_parts(group)
+            continue
+        for member in group.members:
+            if (tensor := begins_inside(member)) is not None:
+                detail = "the file has only one rank's part of it, which begins inside the tensor"
+                yield IncompleteTensor(path=member.path, tensor=tensor.fqn, detail=detail)
+
+
+def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
+    tensors = joined_parts(group.members)
+    incomplete = [tensor for tensor in tensors if tensor.problem]
+    gaps = [tensor for tensor in incomplete if tensor.has_gap]
+    # The other ranks have the parts of these tensors in files of the same number.
+    numbers = {part.file.name.shard for tensor in gaps for part in tensor.parts}
+    lost: dict[int, list[str]] = {}
+    for path in absent_files(group.members):
+        name = parse_file_name(path.name)
+        if name is not None and name.rank is not None and name.shard in numbers:
+            lost.setdefault(name.rank, []).append(path.name)
+    if not lost:
+        gaps = []
+    for rank, names in lost.items():
+        others = f", and so for {count_of(len(gaps) - 1, 'other tensor')}" if len(gaps) > 1 else ""
+        yield MissingRank(
+            path=group.members[0].path.with_name(names[0]),
+            rank=rank,
+            files=len(names),
+            items=0,
+            holds=tuple(tensor.fqn for tensor in gaps),
+            detail=f"of {gaps[0].fqn!r}, {gaps[0].problem}{others}; torch's reader leaves what was in memory there",
+            elsewhere=len(tensors) - len(gaps),
+        )
+    for tensor in incomplete:
+        if tensor not in gaps:
+            yield IncompleteTensor(path=tensor.parts[0].file.path, tensor=tensor.fqn, detail=tensor.problem)
+
+
+def unchecked_parts(groups: Iterable[ModelFiles], processes: int | None) -> Iterator[str]:
+    """Yield in words what the files do not record. ``processes``: those of the run, None where that is unknown."""
+    for group in groups:
+        if not group.is_in_parts:
+            continue
+        last = max(member.name.rank or 0 for member in group.members)
+        if processes != last + 1:
+            yield (
+                f"ranks after rank {last}: {group.label} does not record how many ranks saved it; if the files of the "
+                "last ranks are missing, tensors are smaller than in the model, and torch refuses to load them"
+            )
+        has_hole = any(tensor.problem for tensor in joined_parts(group.members))
+        if not has_hole and (absent := absent_files(group.members)):
+            yield (
+                f"files that one rank has and another lacks: {list_names(map(str, absent))}; no tensor has a hole, and "
+                "a rank without parts saves no file"
+            )
 
 
 def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[PurePosixPath, str]:

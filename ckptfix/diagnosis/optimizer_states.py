@@ -431,7 +431,8 @@ def _weights_of(
     has_deepspeed: bool,
 ) -> Weights:
     """Return all weights of a checkpoint."""
-    own = [one for one in folder.components if one.role in _WEIGHTS]
+    # A rank's part of a tensor has not the shape of the parameter.
+    own = [one for one in folder.components if one.role in _WEIGHTS and not one.name.is_of_parts]
     models = [state for state in sharded if state.model is not None]
     shapes: dict[str, set[Shape]] = {}
     in_folders = [named for state in models for named in _of_model(state)]

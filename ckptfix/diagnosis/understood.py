@@ -17,6 +17,7 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
+from ckptfix.checkpoint.rank_parts import joined_parts
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
@@ -48,19 +49,22 @@ class _Recorded(Serialized):
 class UnderstoodModel(_Recorded):
     """A model, or another file with tensors (``is_model`` off). ``path``: its file, folder, or the index of its files.
 
-    ``unread``: how many of its files are missing or damaged, whose tensors are not counted. ``kind``: its class, as a
+    ``unread``: how many of its files are missing or damaged, whose tensors are not counted. ``ranks``: how many saved
+    it, each its parts of the tensors in files of its own. ``kind``: its class, as a
     config or the manifest records it. ``format``: of a folder. ``nbytes``: of the tensors,
     None where no header has their shapes.
     """
 
     json_keys: ClassVar = (
-        "path is_model files unread class=kind format layers vocabulary rank base tensors bytes=nbytes dtypes"
+        "path is_model files unread ranks class=kind format layers vocabulary rank base tensors bytes=nbytes "
+        "dtypes"
     )
 
     path: PurePosixPath
     is_model: bool = True
     files: int | None = None
     unread: int = 0
+    ranks: int | None = None
     kind: str = ""
     format: str = ""
     layers: int | None = None
@@ -75,6 +79,7 @@ class UnderstoodModel(_Recorded):
         name = f"{self.path}/" if self.format else str(self.path)
         facts = [
             self.format,
+            f"parts of {count_of(self.ranks, 'rank')}" if self.ranks is not None else "",
             self.kind,
             f"rank {self.rank}" if self.rank is not None else "",
             f"of {self.base}" if self.base else "",
@@ -231,11 +236,15 @@ def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
 
 def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifest | None) -> UnderstoodModel:
     first = members[0]
-    path = first.path if group.index_path is None else group.index_path
+    path = PurePosixPath(group.label) if group.index_path is None else group.index_path
     own = first.role is Role.MODEL or first.name.is_of_library or first.whole is not None
     files = (*group.members, *([group.index] if group.index is not None else []))
     nbytes, dtypes = 0, Counter[str]()
-    for member in members:
+    if group.is_in_parts:
+        for joined in joined_parts(members):
+            dtypes[joined.dtype] += 1
+            nbytes += _bytes_of(joined.dtype, joined.shape)
+    for member in members if not group.is_in_parts else ():
         # Tied weights are in a torch file under two keys, and their bytes are there once.
         counted: set[tuple[int, int]] = set()
         for tensor in member.tensors:
@@ -249,6 +258,7 @@ def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifes
         is_model=own,
         files=len(members),
         unread=len(group.members) - len(members) + len(group.missing),
+        ranks=len({member.name.rank for member in group.members}) if group.is_in_parts else None,
         kind=_recorded(manifest, str(path), {str(one.path): one.size for one in files}),
         tensors=dtypes.total(),
         nbytes=_bounded(nbytes),

@@ -26,6 +26,9 @@ MAX_VALUES = 4_000_000
 """Most values in a header; a tensor takes about ten, and a value up to 60 bytes of memory."""
 
 METADATA_KEY = "__metadata__"
+DCP_SHARDING_INFO = "DCP_SHARDING_INFO"
+"""Metadata key of torch's ``HuggingFaceStorageWriter``: a JSON object, fqn -> the place of its part in the tensor."""
+
 _U64 = (1 << 64) - 1
 _BITS = {dtype: bits for dtype, bits in DTYPE_BITS.items() if dtype != "C128"}
 _KEYS = ("dtype", "shape", "data_offsets")
@@ -97,8 +100,9 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
 def rename_header(file: SafetensorsFile, rename: Callable[[str], str], *, add_format: bool = False) -> bytes:
     """Return the JSON header with every name mapped, unpadded; order, metadata and offsets stay.
 
-    Alias records that ``save_model`` leaves in the metadata (a dropped tied name -> the name kept) follow. With
-    ``add_format`` a missing ``"format": "pt"`` is added, without which transformers refuses the file.
+    Alias records that ``save_model`` leaves in the metadata (a dropped tied name -> the name kept) follow. So do the
+    names in ``DCP_SHARDING_INFO``, without which torch's reader fails. With ``add_format`` a missing
+    ``"format": "pt"`` is added, without which transformers refuses the file.
 
     Raises FormatError when two names would become one, or a name would become ``__metadata__``.
     """
@@ -211,10 +215,22 @@ def _renamed_metadata(file: SafetensorsFile, rename: Callable[[str], str]) -> di
     for key, value in file.metadata.items():
         is_alias = value in file.header and key not in file.header and value != METADATA_KEY
         new_key, new_value = (rename(key), rename(value)) if is_alias else (key, value)
+        if key == DCP_SHARDING_INFO:
+            new_value = _renamed_places(value, rename)
         if new_key in result:
             raise FormatError(f"two entries of {METADATA_KEY} would both become {new_key!r}")
         result[new_key] = new_value
     return result
+
+
+def _renamed_places(text: str, rename: Callable[[str], str]) -> str:
+    try:
+        places = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(places, dict):
+        return text
+    return json.dumps({rename(fqn): place for fqn, place in places.items()})
 
 
 def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, ...], int]:

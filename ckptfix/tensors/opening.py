@@ -122,6 +122,10 @@ def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
 def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     is_index = path.name.endswith(".json")
     folder = scan_folder(path.parent, None if is_index else path.name)
+    if not lone_shard and any(component.name.is_of_parts for component in folder.components if not is_index):
+        raise OperationError(
+            f"{path}: the file has one rank's parts of tensors; name its folder, with the files of all ranks"
+        )
     if lone_shard and not is_index:
         folder = replace(folder, components=tuple(map(_by_itself, folder.components)))
     found = all_state_dicts(folder) or all_state_dicts(folder, of_modules=False)

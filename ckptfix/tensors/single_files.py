@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.rank_parts import joined_parts
 from ckptfix.errors import OperationError
 from ckptfix.formats.pickle_tree import (
     Kind,
@@ -26,7 +27,7 @@ from ckptfix.formats.pickle_tree import (
     is_dict_like,
     pairs,
 )
-from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.safetensors_file import DCP_SHARDING_INFO, SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import (
@@ -39,6 +40,7 @@ from ckptfix.formats.torch_tensors import (
 from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece
+from ckptfix.tensors.dcp_tensors import layout_of_chunks
 from ckptfix.tensors.stored import Contiguous, Format, Layout, StoredTensor, Strided, Weights
 
 _LONGEST_NUMBER = 64  # bits; a pickle can hold a number that takes minutes to print
@@ -175,6 +177,8 @@ def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] =
     Raises OperationError for a tensor whose bytes cannot be found, or that claims far more than there are, and for a
     name that two shards hold.
     """
+    if entry.members and entry.members[0].name.is_of_parts:
+        return _weights_in_parts(root, entry)
     _ensure_once(root, entry)
     found: list[StoredTensor] = []
     ties = dict(entry.aliases)
@@ -190,7 +194,11 @@ def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] =
             metadata = member.content.metadata
             recorded = ties_in(metadata, names) if metadata else {}
             ties.update(recorded)
-            own = {key: text for key, text in metadata.items() if key not in recorded and key != LISTED}
+            own = {
+                key: text
+                for key, text in metadata.items()
+                if key not in recorded and key not in (LISTED, *_PLACES)
+            }
             disputed.update(key for key, text in own.items() if words.get(key, text) != text)
             words |= own
             found += (
@@ -231,6 +239,36 @@ def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] =
         index_words=entry.index_words,
         views=tuple(views),
     )
+
+
+def _weights_in_parts(root: Path, entry: Entry) -> Weights:
+    """Return the weights whose parts are in the files of several ranks, which cover every tensor once."""
+    tensors = []
+    for tensor in joined_parts(entry.members):
+        parts = sorted(
+            (part.chunk, run(root / part.file.path, part.tensor.data_offsets))
+            for part in tensor.parts
+            if 0 not in part.chunk.lengths
+        )
+        width = DTYPE_BITS[tensor.dtype] // 8
+        if len(parts) > 1 and not width:
+            raise OperationError(
+                f"{root / entry.label}: the parts of {tensor.fqn!r} are of {tensor.dtype}, whose elements are smaller "
+                "than a byte; next: join them with torch's consolidate_safetensors_files"
+            )
+        layout = layout_of_chunks(tensor.shape, parts, width) if parts else Contiguous(())
+        tensors.append(StoredTensor(tensor.fqn, tensor.dtype, tensor.shape, layout))
+    return Weights(
+        label=entry.label,
+        format=Format.SAFETENSORS,
+        index=entry.index,
+        files=tuple(member.path for member in entry.members),
+        tensors=tuple(tensors),
+    )
+
+
+_PLACES = ("DCP_VERSION", DCP_SHARDING_INFO)
+"""Metadata of torch's ``HuggingFaceStorageWriter``, true only of the files that it wrote itself."""
 
 
 def _names_in_safetensors(members: Iterable[Component]) -> set[str]:

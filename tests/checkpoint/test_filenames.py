@@ -118,6 +118,24 @@ def test_a_scripts_own_weights_are_of_no_library(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("shard-00001-model-00001-of-00002.safetensors", 0),
+        ("shard-00012-model-00002-of-00002.safetensors", 11),
+        ("shard-00000-model-00001-of-00002.safetensors", None),  # torch counts from 1
+        ("shard-00001-model-00001-of-00002.bin", None),
+        ("model-00001-of-00002.safetensors", None),
+    ],
+)
+def test_the_parts_of_a_rank(name: str, rank: int | None) -> None:
+    parsed = parse_file_name(name)
+    assert parsed is not None
+    assert (str(parsed), parsed.rank, parsed.is_of_parts) == (name, rank, rank is not None)
+    assert parsed.load_order is None
+    assert not (parsed.is_of_parts and (parsed.is_of_library or parsed.is_numbered))
+
+
+@pytest.mark.parametrize(
     ("shard", "index"),
     [
         ("model-00001-of-00002.safetensors", "model.safetensors.index.json"),

@@ -21,8 +21,8 @@ NOT_READ = "other files of the folder"
 
 OF_SEVERAL_FILES = {
     "conflicting-models", "doubled-model", "doubled-states", "entry-gap", "identical-models", "identical-states",
-    "index-mismatch", "mismatched-moments", "missing-model", "mixed-saves", "related-models", "second-family",
-    "shifted-entries", "stale-family", "stale-shard", "surplus-states", "unsaved-parameters",
+    "incomplete-tensor", "index-mismatch", "mismatched-moments", "missing-model", "mixed-saves", "related-models",
+    "second-family", "shifted-entries", "stale-family", "stale-shard", "surplus-states", "unsaved-parameters",
 }  # fmt: skip
 """Findings by a comparison with other files, which a check of one file does not read."""
 

@@ -177,6 +177,11 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
         entries = tuple(one for one in all_state_dicts(folder) if not is_index or one.label == given.name)
     if not entries:
         raise UsageError(f"{given} holds no weights of a model; next: {command('check', given)}")
+    if any(entry.members and entry.members[0].name.is_of_parts for entry in entries):
+        raise UsageError(
+            f"{given}: each file has one rank's parts of tensors, which only torch's own reader loads; next: "
+            f"{command('migrate', folder.root, '', '--to', 'safetensors')} NEW_FOLDER"
+        )
     return tuple(_weights(folder.root, entry, several=len(entries) > 1) for entry in entries), folder
 
 

@@ -441,7 +441,8 @@ class MissingRank(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "all files of a rank that `.metadata` names are missing: they are on another node, or were not copied"
+        "files of a rank are missing, by `.metadata` or by the parts that the other ranks saved: they are on another "
+        "node, or were not copied"
     )
 
     rank: int
@@ -449,7 +450,7 @@ class MissingRank(Finding):
     items: int
     holds: tuple[str, ...]
     detail: str = ""
-    """The evidence where it is not ``.metadata``: of DeepSpeed, and of FSDP without DCP, the files of other ranks."""
+    """The evidence where it is not ``.metadata``: the files of other ranks, as with DeepSpeed or FSDP without DCP."""
     elsewhere: int = 0
     """The number of tensors without a part in this rank."""
 
@@ -478,7 +479,10 @@ class IncompleteTensor(Finding):
     code = "incomplete-tensor"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "the chunks in `.metadata` do not add up to a tensor: a gap, an overlap, or a chunk that no file stores"
+    meaning = (
+        "the chunks in `.metadata`, or the parts that ranks saved, do not add up to a tensor: a gap, an overlap, or a "
+        "chunk that no file stores"
+    )
 
     tensor: str
     detail: str
@@ -494,6 +498,8 @@ class IncompleteTensor(Finding):
     @property
     def advice(self) -> str:
         """Advice to use an older checkpoint: the missing part is in no chunk."""
+        if "overlap" in self.detail:
+            return "which of the overlapping values a load takes is not certain; use an older checkpoint"
         return "loading leaves what was in memory there; use an older checkpoint"
 
 

@@ -127,7 +127,8 @@ def _scoped(members: Iterable[Component]) -> Iterator[Component]:
 
 
 def _names(group: ModelFiles) -> tuple[str, ...]:
-    return _bare(name for member in _scoped(group.members) if member.whole for name in member.whole.names)
+    names = (name for member in _scoped(group.members) if member.whole for name in member.whole.names)
+    return _bare(dict.fromkeys(names) if group.is_in_parts else names)
 
 
 def _bare(names: Iterable[str]) -> tuple[str, ...]:
