@@ -16,7 +16,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, Pr
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, shared_chain
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
-from ckptfix.checkpoint.rank_parts import joined_parts, parts_problem
+from ckptfix.checkpoint.rank_parts import PartedTensor, joined_parts, parts_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
@@ -47,6 +47,7 @@ class ModelFiles:
     stale_of: PurePosixPath | None = None
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _parted: list[tuple[PartedTensor, ...]] = field(default_factory=list, repr=False)
 
     @property
     def label(self) -> str:
@@ -59,6 +60,13 @@ class ModelFiles:
     def is_in_parts(self) -> bool:
         """Return whether each file has parts of tensors, as torch's ``HuggingFaceStorageWriter`` saves them."""
         return bool(self.members) and self.members[0].name.is_of_parts
+
+    @property
+    def parted_tensors(self) -> tuple[PartedTensor, ...]:
+        """The tensors whose parts are in the files; joined once, as a thousand ranks have a part of each."""
+        if not self._parted:
+            self._parted.append(joined_parts(self.members))
+        return self._parted[0]
 
     @property
     def listed(self) -> Mapping[str, str]:
@@ -472,9 +480,10 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
             problems.append(f"{member.path} is not a state dict")
         shapes.update(shapes_of(member, ()))
     if group.is_in_parts:
-        tensors_of_parts = joined_parts(group.members)
-        shapes = {tensor.fqn: tensor.shape for tensor in tensors_of_parts}
-        problems += [f"{tensor.fqn!r}: {tensor.problem}" for tensor in tensors_of_parts if tensor.problem][:1]
+        shapes = {tensor.fqn: tensor.shape for tensor in group.parted_tensors}
+        problems += [
+            f"{tensor.fqn!r}: {tensor.problem}" for tensor in group.parted_tensors if tensor.problem
+        ][:1]
     if not problems and (lost := group.lost):
         problems.append(f"{group.index_path} promises {lost[0]!r}, which no shard holds")
     label = group.label

@@ -10,6 +10,7 @@ saved by one of them, and a rank without any part writes no file: even a gap in 
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -72,8 +73,8 @@ def joined_parts(members: Iterable[Component]) -> tuple[PartedTensor, ...]:
     """Return the tensors whose parts are in these files, without the files that have a problem."""
     found: dict[str, list[Part]] = {}
     for member in members:
-        if member.problem is None and not parts_problem(member):
-            for part in _parts(member):
+        with suppress(FormatError):
+            for part in _parts(member) if member.problem is None else ():
                 found.setdefault(part.tensor.fqn, []).append(part)
     return tuple(_joined(fqn, parts) for fqn, parts in found.items())
 

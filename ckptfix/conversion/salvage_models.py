@@ -12,7 +12,7 @@ from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import REPORT
-from ckptfix.checkpoint.rank_parts import joined_parts, parts_problem
+from ckptfix.checkpoint.rank_parts import parts_problem
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
@@ -164,7 +164,7 @@ class Models:
                 self._found.lost.append(Lost(str(member.path), None, why))
             else:
                 self._files.state(member)
-        for tensor in joined_parts(group.members) if self._only is None else ():
+        for tensor in group.parted_tensors if self._only is None else ():
             if tensor.problem:
                 self._found.lost.append(Lost(str(tensor.parts[0].file.path), tensor.fqn, tensor.problem))
 

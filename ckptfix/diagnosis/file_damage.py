@@ -32,7 +32,7 @@ from ckptfix.checkpoint.folder import (
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
-from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, joined_parts, parts_problem
+from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
 from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
     Content,
@@ -584,7 +584,7 @@ def diagnose_parts(groups: Iterable[ModelFiles], *, is_file: bool) -> Iterator[F
 
 
 def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
-    tensors = joined_parts(group.members)
+    tensors = group.parted_tensors
     incomplete = [tensor for tensor in tensors if tensor.problem]
     gaps = [tensor for tensor in incomplete if tensor.has_gap]
     # The other ranks have the parts of these tensors in files of the same number.
@@ -623,7 +623,7 @@ def unchecked_parts(groups: Iterable[ModelFiles], processes: int | None) -> Iter
                 f"ranks after rank {last}: {group.label} does not record how many ranks saved it; if the files of the "
                 "last ranks are missing, tensors are smaller than in the model, and torch refuses to load them"
             )
-        has_hole = any(tensor.problem for tensor in joined_parts(group.members))
+        has_hole = any(tensor.problem for tensor in group.parted_tensors)
         if not has_hole and (absent := absent_files(group.members)):
             yield (
                 f"files that one rank has and another lacks: {list_names(map(str, absent))}; no tensor has a hole, and "

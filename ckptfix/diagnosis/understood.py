@@ -17,7 +17,6 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
-from ckptfix.checkpoint.rank_parts import joined_parts
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
@@ -241,7 +240,7 @@ def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifes
     files = (*group.members, *([group.index] if group.index is not None else []))
     nbytes, dtypes = 0, Counter[str]()
     if group.is_in_parts:
-        for joined in joined_parts(members):
+        for joined in group.parted_tensors:
             dtypes[joined.dtype] += 1
             nbytes += _bytes_of(joined.dtype, joined.shape)
     for member in members if not group.is_in_parts else ():
