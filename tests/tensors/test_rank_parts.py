@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from ckptfix import check
 from ckptfix.errors import OperationError
 from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.training.loading.load_report import LoadError
+from ckptfix.training.loading.load_state import load_checkpoint_tolerant
 from tests.commanding import Said, said
 from tests.tensors.dcp_making import digests, digests_of
 from tests.tensors.parts_making import (
@@ -215,6 +217,16 @@ def test_loads_of_accelerate_are_refused(tmp_path: Path, said: Said) -> None:
     save_halves(tmp_path / "c", PAIR)
     status, _, err = said("verify", "--device-map", "auto", tmp_path / "c")
     assert (status, "one rank's parts of tensors" in err) == (2, True)
+
+
+def test_a_tolerant_load_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    save_halves(tmp_path, dict(model.state_dict()))
+    other = torch.nn.Linear(3, 4)
+    before = other.weight.clone()
+    with pytest.raises(LoadError, match="each file has one rank's parts of tensors; next: ckptfix migrate"):
+        load_checkpoint_tolerant(other, tmp_path)
+    assert torch.equal(other.weight, before)
 
 
 def test_a_part_under_the_name_of_a_model_is_an_error(tmp_path: Path) -> None:
