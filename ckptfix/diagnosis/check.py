@@ -18,7 +18,7 @@ from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_componen
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
-from ckptfix.diagnosis.exchanged import diagnose_exchanged
+from ckptfix.diagnosis.exchanged import diagnose_exchanged, surplus_objects
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
@@ -321,7 +321,8 @@ def missing_here(
     told = {name for finding in diagnosis.findings for name in _told_of(finding)}
     missing = compared(target.root, siblings, told, home=home)
     damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
-    return (*missing, *diagnose_exchanged(diagnosis.folder, siblings, damaged))
+    folder = diagnosis.folder
+    return (*missing, *diagnose_exchanged(folder, siblings, damaged), *surplus_objects(folder, siblings))
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:

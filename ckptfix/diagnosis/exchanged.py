@@ -1,4 +1,4 @@
-"""Models and optimizers under the file name of another one, or of another run, by headers alone.
+"""Models and optimizers under the file name of another one, or of another run, and custom objects too many.
 
 Accelerate numbers what a script prepares, in the order of the script. So nothing in a folder shows which model or
 optimizer belongs under a number, and the checkpoints next to it do. Their headers are read where a file has another
@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import Role, split_number
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import folder_next_to
 from ckptfix.diagnosis.completeness import Siblings
-from ckptfix.diagnosis.findings.inconsistent import ChangedModel, MisplacedEntry
+from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.optimizer_states import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import origin_of
@@ -96,6 +97,34 @@ def diagnose_exchanged(
             yield from _misplaced(components[0].role, own, known)
 
 
+def surplus_objects(folder: CheckpointFolder, siblings: Siblings) -> Iterator[MisplacedEntry]:
+    """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a file too many.
+
+    A script that registers one more has it in all later checkpoints, so that at an end of the run it is a note.
+    """
+    own = {one.name.index: one.path for one in folder.components if one.role is Role.CUSTOM}
+    origin = Path(os.path.abspath(origin_of(folder.root)))
+    manifest = usable_manifest(folder.root)
+    if not own or split_number(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
+        return
+    before, after = siblings.around(origin)
+    near = [*before, *after]
+    known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
+    surplus = sorted(own.keys() - known)
+    if near and surplus and known <= own.keys():
+        yield (MisplacedEntry if before and after else ChangedEntry)(
+            path=own[surplus[0]],
+            holds=f"one of {count_of(len(own), 'custom object')}",
+            expected=f"{len(known)}, as in {_in_words(len(near))}",
+            effect="load_state counts these files and fails",
+            remedy="move the file out of the folder if the save did not write it",
+        )
+
+
+def _in_words(count: int) -> str:
+    return "the checkpoint next to it" if count == 1 else f"{count} checkpoints next to it"
+
+
 def _neighbours(
     origin: Path, siblings: Siblings, sizes: Mapping[PurePosixPath, int], roles: Collection[Role]
 ) -> list[_Neighbour]:
@@ -146,7 +175,7 @@ def _misplaced(
 
     ``near``: of each whether it is an earlier one, and its entries.
     """
-    known_by = "the checkpoint next to it" if len(near) == 1 else f"{len(near)} checkpoints next to it"
+    known_by = _in_words(len(near))
     is_between = len({is_earlier for is_earlier, _ in near}) == 2
     effect = "load_state or the next optimizer step fails" if role is Role.OPTIMIZER else "load_state fails"
     for number, entry in enumerate(own):
@@ -175,7 +204,7 @@ def _misplaced(
             is_other = len(near) > 1 and (is_between or entry.has_nothing_of(expected))
             strange = len(entry.shapes.items() - expected.shapes.items())
             words = f", {strange} of them with other keys or shapes" if strange else ""
-            yield (MisplacedEntry if is_other else ChangedModel)(
+            yield (MisplacedEntry if is_other else ChangedEntry)(
                 path=entry.path,
                 holds=f"{count_of(len(entry.shapes), 'tensor')}{words}",
                 expected=f"{count_of(len(expected.shapes), 'tensor')}, as in {known_by}",

@@ -121,6 +121,22 @@ def test_a_script_gains_or_loses_an_object(tmp_path: Path, averages: list[int], 
         accelerator.load_state(str(checkpoints[number]))
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_custom_object_that_no_checkpoint_next_to_it_has_is_told(tmp_path: Path, at: int) -> None:
+    checkpoints = saved(tmp_path, [1, 1, 1])
+    assert [check(path).findings for path in checkpoints] == [(), (), ()]
+    state = {"decay": 2}
+    torch.save(state, checkpoints[at] / "custom_checkpoint_1.pkl")
+    assert refused(tmp_path, checkpoints[at])
+    (finding,) = check(checkpoints[at]).findings
+    assert finding.severity.value == ("warning" if at == 1 else "note")
+    assert str(finding) == (
+        "custom_checkpoint_1.pkl: it holds one of 2 custom objects (expected 1, as in 2 checkpoints next to it)"
+    )
+    assert "move the file out of the folder" in finding.advice
+    assert [check(path).status for path in checkpoints].count(1) == (at == 1)
+
+
 def test_other_folders_are_no_neighbours(tmp_path: Path) -> None:
     first, second = saved(tmp_path, [1, 0])
     for name in ("checkpoint_best", "last", "run-2"):

@@ -45,7 +45,7 @@ class WrongState(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MisplacedEntry(WrongState):
-    """A model or an optimizer that checkpoints next to this one have under another number, or not at all."""
+    """A model or another object that checkpoints next to this one have under another number, or not at all."""
 
     severity = Severity.WARNING
 
@@ -53,15 +53,13 @@ class MisplacedEntry(WrongState):
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a change of the script makes of it."""
         change = "prepares its objects in another order" if self.exchanged_with else "has other objects"
-        return (
-            f"{self.effect}: {_right_file(self.path, self.exchanged_with)}. If the script {change} since this save, "
-            "ignore this"
-        )
+        remedy = self.remedy or _right_file(self.path, self.exchanged_with)
+        return f"{self.effect}: {remedy}. If the script {change} since this save, ignore this"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedModel(MisplacedEntry):
-    """A model of other keys or shapes than in checkpoints next to this one: the script may have changed it."""
+class ChangedEntry(MisplacedEntry):
+    """An entry that differs from those in checkpoints next to this one: the script may have changed it."""
 
     severity = Severity.NOTE
 
