@@ -231,6 +231,13 @@ _OF_TRAINER = frozenset(
 )
 """States that only the Trainer saves. Its ``scaler.pt`` has the name of Accelerate's own."""
 
+
+def name_of_trainer(name: str) -> str:
+    """Return the name that the Trainer gives to the first state of a kind of ``save_state``, "" for any other."""
+    stem, _, suffix = name.partition(".")
+    return f"{stem}.pt" if suffix == "bin" and (stem, ".pt") in _OF_TRAINER else ""
+
+
 _NUMBER = r"(0|[1-9][0-9]{0,8})"  # as Accelerate formats it: "model_01" has another author
 _ENTRY = re.compile(rf"(.+?)(?:_{_NUMBER})?(\.safetensors|\.bin|\.pkl|\.pth?)", re.DOTALL)
 _WORD = "[A-Za-z0-9_-]+"

@@ -318,8 +318,3 @@ def _part(name: FileName) -> tuple[Role, int]:
 def _layout(component: Component) -> list[tuple[str, tuple[int, ...]]]:
     """Return the keys and shapes of a file."""
     return sorted((tensor.fqn, tensor.shape) for tensor in component.tensors)
-
-
-def name_of_trainer(name: str) -> str:
-    """Return the name that the Trainer gives to a state of ``save_state``, "" for one that it does not have."""
-    return {"optimizer.bin": _OPTIMIZER, "scheduler.bin": "scheduler.pt"}.get(name, "")

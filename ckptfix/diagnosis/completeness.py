@@ -19,6 +19,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     checkpoint_number,
     family_of,
+    name_of_trainer,
     parse_deepspeed_folder_name,
     parse_file_name,
     parse_folder_name,
@@ -26,7 +27,7 @@ from ckptfix.checkpoint.filenames import (
     split_number,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_files, name_of_trainer
+from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_files
 from ckptfix.checkpoint.latest import (
     UNFINISHED,
     cut_upload,

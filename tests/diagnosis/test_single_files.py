@@ -73,7 +73,8 @@ def test_the_config_next_to_weights_counts(tmp_path: Path, weights: Any) -> None
     _, loading = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert "transformer.wte.weight" in loading["missing_keys"]
     assert codes(folder) == codes(folder / "pytorch_model.bin") == ["unknown-state"]
-    (folder / "config.json").unlink()
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).unlink()
     assert codes(folder) == codes(folder / "pytorch_model.bin") == []
 
 

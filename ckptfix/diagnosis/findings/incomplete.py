@@ -3,7 +3,14 @@
 import os
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    TRAINER_STATE,
+    Role,
+    name_of_trainer,
+    parse_file_name,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
@@ -101,10 +108,14 @@ class IncompleteCheckpoint(Finding):
         """Advice to copy the files again, unless the setup of the run explains it."""
         if self.misnamed:
             wanted = self.missing[0]
-            return (
-                f"if {self.misnamed!r} is that file, rename it to {wanted}; else copy {wanted} again, or move "
-                f"{self.misnamed!r} out of the folder if nothing loads {wanted}"
+            # A script's own file of that name shows nothing; the checkpoints next to it do.
+            is_of_script = name_of_trainer(wanted) == self.misnamed
+            unless = (
+                f"ignore this if the script no longer prepares its {wanted.partition('.')[0]}"
+                if is_of_script
+                else f"move {self.misnamed!r} out of the folder if nothing loads {wanted}"
             )
+            return f"if {self.misnamed!r} is that file, rename it to {wanted}; else copy {wanted} again, or {unless}"
         if self.is_wrong:
             # The problem says what a load does with the value: it need not fail.
             return "copy it again, or resume from a complete checkpoint"
