@@ -19,7 +19,8 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.file_damage import EFFECTS_ON_TORCH
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import UnknownState
-from ckptfix.diagnosis.optimizer_states import SavedOptimizer, Shape, Weights, bare, judge, optimizers_in_file
+from ckptfix.diagnosis.optimizer_states import Weights, judge
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, optimizers_in_file
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Node, Text, every_node
 from ckptfix.formats.torch_file import TorchFile

@@ -50,11 +50,8 @@ from ckptfix.diagnosis.findings.damaged import (
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
-from ckptfix.diagnosis.optimizer_states import (
-    SavedOptimizer,
-    diagnose_optimizers,
-    saved_optimizers,
-)
+from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.formats.torch_file import TorchFile

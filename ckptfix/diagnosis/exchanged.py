@@ -19,7 +19,7 @@ from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import folder_next_to
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
-from ckptfix.diagnosis.optimizer_states import SavedOptimizer, Shape, bare, saved_optimizers
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import origin_of
 from ckptfix.wording import count_of

@@ -8,15 +8,15 @@ judged in folders of ``save_state`` in which nothing else may hold weights.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
+from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
-from ckptfix.checkpoint.keys import WRAPPERS, is_flat_name
+from ckptfix.checkpoint.keys import is_flat_name
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS
 from ckptfix.checkpoint.run_states import parameter_names
@@ -36,24 +36,15 @@ from ckptfix.diagnosis.findings.inconsistent import (
     UnsavedParameters,
 )
 from ckptfix.diagnosis.optimizer_kinds import (
-    COMMON_OPTIONS,
     MOMENTS,
-    PAIRS,
-    SCALARS,
     SEVERAL,
     STATES,
     kind_of,
 )
-from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_metadata import flattened_parts, model_names
-from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare
+from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_pickle import is_optimizer
-from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
 from ckptfix.tensors.parameter_names import SHAPED
-
-Shape = tuple[int, ...]
 
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
@@ -68,54 +59,6 @@ _CONVERTED = (
 """Parts of keys in files of models of which transformers 5 joins tensors into one parameter, or splits one."""
 _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
-
-_STATE, _GROUPS = "state", "param_groups"
-_INTEGERS = ("I", "U", "BOOL")
-"""Beginnings of the dtypes that torch's optimizers never have moments of."""
-_LAST_STEP = 1 << 53
-"""A larger number in a pickle is not a step, and Python refuses to print one of more than 4300 digits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedOptimizer:
-    """An optimizer as its headers show it. ``path``: of its file or folder. ``key``: the keys that lead to it in a file
-    that holds more, "" for a file of one optimizer.
-
-    ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
-    ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
-    where it is kept in tensors, as torch does since 1.12. ``is_named``: by keys. ``index``: its position.
-    ``values``: the numbers and flags of each group, None for unusable options, ``SEVERAL`` for lists and the like, ""
-    for others; empty for a DCP folder.
-    ``names``: number -> key, where torch recorded it.
-    ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers, (parameter, "")
-    where its states are not a dict.
-    ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
-    ``strangers``: keys of moments in an optimizer that numbers its parameters, or numbers in one that names them.
-    """
-
-    path: PurePosixPath
-    index: int
-    is_named: bool
-    options: frozenset[str]
-    groups: tuple[tuple[str, ...], ...] = field(repr=False)
-    states: Mapping[str, Mapping[str, Shape | None]] = field(repr=False)
-    step: int | None = None
-    values: tuple[Mapping[str, object], ...] = field(default=(), repr=False)
-    names: Mapping[str, str] = field(default_factory=dict, repr=False)
-    unusable: frozenset[tuple[str, str]] = frozenset()
-    integers: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
-    strangers: tuple[str, ...] = ()
-    key: str = ""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether its hyperparameters are those of torch's own optimizers."""
-        return self.options <= COMMON_OPTIONS
-
-    @property
-    def parameters(self) -> list[str]:
-        """The parameters of all param groups."""
-        return [name for group in self.groups for name in group]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,231 +139,6 @@ def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> 
         findings += _of_weights(_trained(saved, weights) if weights.are_of_file else saved, weights)
     for finding in findings:
         yield replace(finding, key=saved.key) if saved.key else finding
-
-
-def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[SavedOptimizer]:
-    """Yield the optimizers of a scanned folder whose headers or metadata can be read."""
-    for component in folder.components:
-        is_one = component.role is Role.OPTIMIZER and component.name.rank is None
-        if is_one and isinstance(component.content, TorchFile):
-            root = component.content.tree.root
-            if type(root) is Node and is_optimizer(root):
-                yield from optimizers_in_file(component, component.content, [((), root)])
-    for state in sharded:
-        if state.metadata is not None:
-            yield from optimizers_of(state)
-
-
-def optimizers_in_file(
-    component: Component, file: TorchFile, places: Iterable[tuple[tuple[str, ...], Node]]
-) -> Iterator[SavedOptimizer]:
-    """Yield the optimizers at these places of a file, but for those that are not a ``state_dict()`` of torch's form.
-
-    ``places``: the keys that lead to an optimizer, and its dict.
-    """
-    # A few bytes can refer to one long list again and again.
-    left = len(file.tree.data)
-    try:
-        known = storages(file.tree)
-    except FormatError:
-        return  # another finding is about it
-    for keys, node in places:
-        try:
-            reading = _Reading(node, known, left)
-        except FormatError:
-            continue
-        left = reading.left
-        yield reading.saved(component, ".".join(keys))
-
-
-class _Reading:
-    """One reading of an optimizer's dict, whose entries are taken from ``left``.
-
-    Raises FormatError for params that are neither numbers nor keys, and where more entries are there than ``left``.
-    """
-
-    def __init__(self, node: Node, known: Mapping[str, PickledStorage], left: int) -> None:
-        self.left = left
-        self._known = known
-        self._groups: list[tuple[str, ...]] = []
-        self._values: list[dict[str, object]] = []
-        self._steps: list[int] = []
-        self._names: dict[str, str] = {}
-        self._states: dict[str, dict[str, Shape | None]] = {}
-        self._unusable: set[tuple[str, str]] = set()
-        self._integers: dict[str, tuple[str, str]] = {}
-        self._strangers: list[str] = []
-        self._is_named = False
-        for group in items_of(child(node, _GROUPS)):
-            self._read_group(group)
-        for key, state in pairs(child(node, _STATE)):
-            name = _name(key)
-            if name is not None:
-                self._read_state(key, name, state)
-
-    def saved(self, component: Component, key: str) -> SavedOptimizer:
-        """Return the optimizer of this file and these keys."""
-        return SavedOptimizer(
-            path=component.path,
-            key=key,
-            index=component.name.index,
-            is_named=self._is_named,
-            options=frozenset(option for options in self._values for option in options),
-            groups=tuple(self._groups),
-            states=self._states,
-            step=max(self._steps, default=None),
-            values=tuple(self._values),
-            names=self._names,
-            unusable=frozenset(self._unusable),
-            integers=self._integers,
-            strangers=tuple(self._strangers),
-        )
-
-    def _take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise FormatError("an optimizer has more entries than its file has bytes")
-
-    def _read_group(self, group: Any) -> None:
-        members = items_of(child(group, "params"))
-        labels = items_of(child(group, "param_names"))
-        values = {
-            key.value: _option(key, value, self._known) for key, value in pairs(group) if type(key) is Text
-        }
-        self._take(len(members) + len(labels) + len(values))
-        numbers = tuple(name for member in members if (name := _name(member)) is not None)
-        if len(numbers) != len(members):
-            raise FormatError("a param group has params that are neither numbers nor keys")
-        self._is_named = self._is_named or any(type(member) is Text for member in members)
-        self._groups.append(numbers)
-        self._values.append(values)
-        if len(labels) == len(members):
-            pairs_of_names = zip(numbers, labels, strict=True)
-            self._names.update(
-                {number: label.value for number, label in pairs_of_names if type(label) is Text}
-            )
-
-    def _read_state(self, key: Any, name: str, state: Any) -> None:
-        if not is_dict_like(state):
-            if type(key) is int and (type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST):
-                self._unusable.add((name, ""))
-            return
-        entries = {
-            word.value: (value, _tensor(word, value, self._known))
-            for word, value in pairs(state)
-            if type(word) is Text and value is not None
-        }
-        self._take(len(entries))
-        if self._groups and (type(key) is Text) is not self._is_named:
-            # A load leaves the state of an unknown key aside. Other libraries keep values of their own there.
-            if any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()):
-                self._strangers.append(name)
-            return
-        step = child(state, "step")
-        if type(step) is int and 0 <= step <= _LAST_STEP:
-            self._steps.append(step)
-        self._states[name] = {
-            word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
-        }
-        self._unusable.update(
-            (name, word) for word, (value, _) in entries.items() if _is_unusable(word, value)
-        )
-        for word, (_, tensor) in entries.items():
-            if word == "step" and tensor is not None and tensor.dtype == "BOOL":
-                self._unusable.add((name, word))
-            if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):
-                self._integers[name] = word, tensor.dtype
-
-
-def _is_unusable(state: str, value: object) -> bool:
-    """Return whether a moment is not a tensor, a step neither a tensor nor a number, or another number a text."""
-    if type(value) is Text and state in SCALARS:
-        return True
-    is_container = type(value) in (tuple, Text) or (
-        type(value) is Node and value.kind in (Kind.LIST, Kind.DICT, Kind.SET)
-    )
-    return is_container if state == "step" else state in MOMENTS and (is_container or type(value) is not Node)
-
-
-def _option(key: Text, value: Any, known: Mapping[str, Any]) -> object:
-    """Return the value of an option as ``SavedOptimizer.values`` has it, None where the step of any optimizer fails."""
-    if type(value) is Text:
-        return None
-    if key.value in PAIRS:
-        # Subclasses may have three.
-        return "" if len(items_of(value)) >= 2 and Text not in map(type, items_of(value)) else None
-    if not isinstance(value, Node | tuple):
-        return value
-    tensor = _tensor(key, value, known)
-    is_list = isinstance(value, tuple) or value.kind is Kind.LIST or is_dict_like(value)
-    if not is_list and (tensor is None or prod(tensor.shape) == 1):
-        return ""
-    return None if key.value == "lr" else SEVERAL
-
-
-def _name(value: Any) -> str | None:
-    if type(value) is Text:
-        return value.value
-    return str(value) if type(value) is int and abs(value) < 1 << 31 else None
-
-
-def _tensor(key: Text, value: Any, known: Mapping[str, Any]) -> PickledTensor | None:
-    return read_tensor(key, value, known) if type(value) is Node and is_tensor(value) else None
-
-
-def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
-    """Yield the optimizers in a DCP folder whose metadata names their parameters."""
-    assert state.metadata is not None
-    paths = paths_of(state.metadata)
-    shapes = {one.fqn: one.shape for one in state.metadata.tensors}
-    found = {tuple(map(str, prefix)): _Parts() for prefix in optimizers_in(paths.values())}
-    flattened = {scope.path: frozenset(scope.names) for scope in state.scopes if scope.kind == FLATTENED}
-    for scope in state.scopes:
-        depth = _depth(scope.path, found) if scope.kind == "params" else None
-        if depth is not None:
-            found[scope.path[:depth]].groups.append(scope.names)
-    in_keys = {where: _Parts([tuple(names)]) for where, names in flattened.items()}
-    for fqn, steps in paths.items() if found or in_keys else ():
-        path = tuple(map(str, steps))
-        if (depth := _depth(path, found)) is not None:
-            parts, kind = found[path[:depth]], path[depth]
-            if kind == _STATE and len(path) == depth + 3:
-                parts.states.setdefault(path[-2], {})[path[-1]] = shapes.get(fqn)
-            elif kind == _GROUPS:
-                parts.options.add(path[depth + 2] if len(path) > depth + 2 else "")
-        elif path and path[:-1] in in_keys and (cut := flattened_parts(path[-1], flattened[path[:-1]])):
-            begin, name, end = cut
-            parts = in_keys[path[:-1]]
-            if begin == f"{_STATE}.":
-                parts.states.setdefault(name, {})[end[1:]] = shapes.get(fqn)
-            else:
-                parts.options.add(end[1:])
-    for parts in (*found.values(), *in_keys.values()):
-        yield SavedOptimizer(
-            path=state.path,
-            index=state.name.index if state.name is not None else 0,
-            is_named=not all(map(str.isdecimal, parts.states)),
-            options=frozenset(parts.options),
-            groups=tuple(parts.groups),
-            states=parts.states,
-        )
-
-
-class _Parts:
-    """The parts of one optimizer in a DCP folder, as far as they were met."""
-
-    def __init__(self, groups: Iterable[tuple[str, ...]] = ()) -> None:
-        self.groups = list(groups)
-        self.states: dict[str, dict[str, Shape | None]] = {}
-        self.options: set[str] = set()
-
-
-def _depth(path: tuple[str, ...], found: Mapping[tuple[str, ...], _Parts]) -> int | None:
-    """Return the number of steps of a path that lead to one of these optimizers, None where none do.
-
-    An optimizer can lie in the state dict of another one, which wraps it: the inner one's parts are its own.
-    """
-    return next((depth for depth in reversed(range(len(path))) if path[:depth] in found), None)
 
 
 def _weights_of(
@@ -507,18 +225,6 @@ def _is_converted(component: Component) -> bool:
 def _is_adapter(component: Component) -> bool:
     """Return whether a file has the weights of an adapter, which PEFT's own loader reads."""
     return bool(component.tensors) and component.name.stem.startswith(_ADAPTER)
-
-
-def bare(name: str) -> str:
-    """Return a key without its wrappers: private ones anywhere, those of ``prepare`` at its front.
-
-    A user's own ``module`` at the front goes with them, in the weights as in the optimizer.
-    """
-    *path, last = name.split(".")
-    kept = [segment for segment in path if segment not in WRAPPERS or segment == "module"]
-    while kept and kept[0] == "module":
-        del kept[0]
-    return ".".join((*kept, last))
 
 
 def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:

@@ -33,7 +33,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     UnexplainedRates,
     UnknownState,
 )
-from ckptfix.diagnosis.optimizer_states import SavedOptimizer, saved_optimizers
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile

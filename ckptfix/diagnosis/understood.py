@@ -22,7 +22,7 @@ from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.optimizer_kinds import name_of
-from ckptfix.diagnosis.optimizer_states import SavedOptimizer
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, count_of, few, human_size, line, series
