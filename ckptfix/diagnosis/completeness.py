@@ -128,7 +128,9 @@ def incomplete(
             yield IncompleteCheckpoint(
                 path=PurePosixPath(names[0]), missing=names, known_by=f"{there} is there", by_rank=True
             )
-    if Role.SCHEDULER in roles and Role.OPTIMIZER not in roles and not has_deepspeed:
+    # A script that prepares the scheduler alone may save its optimizer itself: the checkpoints next to it decide.
+    is_of_script = bool(_under_name_of_trainer("optimizer.bin", _paths(folder)))
+    if Role.SCHEDULER in roles and not (Role.OPTIMIZER in roles or is_of_script or has_deepspeed):
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
         if manifest is None or name not in manifest.digests:
@@ -138,7 +140,6 @@ def incomplete(
                 missing=(lost,),
                 known_by=f"{name} is there",
                 of_trainer=of_trainer,
-                misnamed=_under_name_of_trainer(lost, _paths(folder)),
             )
     if (
         not ranks

@@ -405,6 +405,8 @@ def test_states_under_the_names_of_the_trainer(tmp_path: Path, renamed: tuple[st
             f"if '{stem}.pt' is that file, rename it to {stem}.bin; else copy {stem}.bin again, or ignore this if the "
             f"script no longer prepares its {stem}"
         )
+    with pytest.warns(UserWarning, match="passed over checkpoint_9"):
+        assert ckptfix.latest_checkpoint(folder.parent) == folder.parent / "checkpoint_6"
     for stem in renamed:
         (folder / f"{stem}.pt").rename(folder / f"{stem}.bin")
     assert _is_resumed(folder, is_optimizer_of_script=False)
@@ -423,15 +425,29 @@ def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -
     )
     assert words in check(folder).not_checked
     (folder / "scheduler.pt").rename(folder / "scheduler.bin")
-    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
-    assert str(warning) == "optimizer.bin is missing: scheduler.bin is there"
-    assert "if 'optimizer.pt' is that file, rename it to optimizer.bin" in warning.advice
+    assert problems(folder) == []
+    assert words in check(folder).not_checked
+    (folder / "optimizer.pt").unlink()
+    assert problems(folder) == ["optimizer.bin is missing: scheduler.bin is there"]
 
 
 def test_a_script_that_saves_its_optimizer_itself(tmp_path: Path) -> None:
     folder = _saved_run(tmp_path / "run", is_optimizer_of_script=True)
     assert not (folder / "optimizer.bin").exists()
     assert _is_resumed(folder, is_optimizer_of_script=True)
+    assert problems(folder) == []
+    assert ckptfix.latest_checkpoint(folder.parent) == folder
+
+
+def test_a_script_that_prepares_its_scheduler_and_not_its_optimizer(tmp_path: Path) -> None:
+    for number in (3, 6, 9):
+        accelerator, optimizer = _prepared(is_optimizer_of_script=True)
+        accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))
+        folder = tmp_path / f"run/checkpoint_{number}"
+        accelerator.save_state(str(folder))
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    accelerator.load_state(str(folder))
+    assert (folder / "scheduler.bin").exists()
     assert problems(folder) == []
     assert ckptfix.latest_checkpoint(folder.parent) == folder
 
