@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.entries import ModelFiles, group_files
+from ckptfix.checkpoint.filenames import model_file
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.conversion.proving import prove_copy, prove_model
@@ -18,11 +19,13 @@ from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, 
 from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.conversion.uploading import writes_urls
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.check import resume_problem
+from ckptfix.diagnosis.check import check, resume_problem
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
+from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.damaged import MalformedFile
-from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.diagnosis.findings.duplicates import EntryGap
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, LostTag, MissingModel, MissingRank
 from ckptfix.diagnosis.output import check_output
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
@@ -79,7 +82,7 @@ class SalvageReceipt(Printable, Serialized):
     before a crash, or like an untrained tensor; and other files that changed since they were sealed.
     ``left_out``: parts of the source that do not belong in a new folder, in words. ``not_checked``: in words.
     ``notes``: the names of the saved files, in words. ``unindexed``: folders in the new one whose shards lack
-    the index that loaders need.
+    the index that loaders need. ``absent``: the files among ``lost`` that the source lacks.
     """
 
     json_keys: ClassVar = (
@@ -97,6 +100,7 @@ class SalvageReceipt(Printable, Serialized):
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     unindexed: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def status(self) -> int:
@@ -119,7 +123,10 @@ class SalvageReceipt(Printable, Serialized):
             return tuple(repairs)
         load = "load_checkpoint_tolerant(model, FOLDER, policy=LoadPolicy(models='partial'))"
         rest = f", or load the rest with ckptfix.{load}" if self.saved else ""
-        return (*repairs, f"resume from another complete checkpoint of the run{rest}")
+        copies = (
+            [f"copy {list_names(self.absent)} again into {shell_path(self.output)}"] if self.absent else []
+        )
+        return (*repairs, *copies, f"resume from another complete checkpoint of the run{rest}")
 
     @property
     def tensors(self) -> int:
@@ -278,6 +285,10 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
         known = {one.file for one in found.lost}
         missing = (name for name in sealed.missing() if name not in known)
         found.lost += (Lost(name, None, "the manifest lists it, and it is not there") for name in missing)
+        for lost in _absent(target):
+            found.absent.append(lost.file)
+            if lost.file not in {one.file for one in found.lost}:
+                found.lost.append(lost)
         if (folder.root / JOURNAL).is_dir():
             found.leave_journal(PurePosixPath())
     if sealed.problem:
@@ -291,6 +302,34 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
     if found.unchecked:
         found.not_checked.append(_NO_CHECKSUMS)
     return found
+
+
+def _absent(target: Target) -> Iterator[Lost]:
+    """Yield the files that a folder lacks, as ``check`` finds by its other files and the checkpoints next to it."""
+    try:
+        findings = check(target.root).findings
+    except UsageError:  # files of DeepSpeed alone, whose missing ranks are lost already
+        return
+    for finding in findings:
+        names: Sequence[str] = ()
+        reason = ""
+        if isinstance(finding, EntryGap):
+            names, reason = [str(finding.missing)], f"missing, and {finding.path} is there"
+        elif (
+            isinstance(finding, IncompleteCheckpoint)
+            and finding.severity is not Severity.NOTE
+            # The tag of DeepSpeed names a folder, and can be written anew.
+            and not isinstance(finding, LostTag)
+            and not finding.problem
+        ):
+            names, reason = finding.missing, f"missing: {finding.known_by}"
+        elif isinstance(finding, MissingModel):
+            wanted = finding.wanted.partition(" ")[0] or str(model_file(".safetensors"))
+            names = [finding.component or str(finding.path.parent / wanted)]
+            reason = str(finding)
+        for name in names:
+            if not os.path.lexists(target.root / name):
+                yield Lost(name, None, reason)
 
 
 class _Folders:
@@ -494,6 +533,7 @@ def salvage(
         ),
         copied=tuple(map(str, found.copied)),
         lost=tuple(found.lost),
+        absent=tuple(dict.fromkeys(found.absent)),
         doubtful=tuple(found.doubtful),
         damaged=tuple(found.damaged),
         left_out=tuple(found.left_out),

@@ -99,11 +99,11 @@ class SalvagePlan:
 
     ``copied``: intact and other files. ``components``: the number of components of the checkpoint.
 
-    ``doubtful``: kept data that ends in zeros, or that changed since it was sealed, perhaps on purpose.
-    ``left_out``: parts of the source that do not belong in the new folder, in words. ``notes``: the names of
-    the saved files, in words. ``unindexed``: folders of intact shards whose index is missing or unusable.
-    ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``: whether data without a
-    checksum was kept.
+    ``doubtful``: kept data that ends in zeros, or that changed since it was sealed, perhaps on purpose. ``left_out``:
+    parts of the source that do not belong in the new folder, in words. ``notes``: the names of the saved files, in
+    words. ``unindexed``: folders of intact shards whose index is missing or unusable. ``absent``: the files among
+    ``lost`` that the source lacks. ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``:
+    whether data without a checksum was kept.
     """
 
     root: Path
@@ -111,6 +111,7 @@ class SalvagePlan:
     components: int = 0
     parts: list[PartOfModel] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     doubtful: list[Lost] = field(default_factory=list)
     damaged: list[Lost] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)

@@ -660,7 +660,7 @@ def diagnose_save(
             findings.append(InterruptedSave(path=PurePosixPath(UPLOAD), upload=problem))
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _lost_models(folder)
-        findings += _modelless(folder)
+        findings += _modelless(folder, states)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
         findings += gone
@@ -726,8 +726,13 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
         yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"
 
 
-def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
-    """Yield a finding when the folder has Accelerate's optimizer states, and no file that may be weights."""
+def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[Finding]:
+    """Yield a finding when the folder has Accelerate's optimizer states, and no file that may be weights.
+
+    A DCP folder without a name of Accelerate's, such as the checkpoint itself, may hold a model.
+    """
+    if any(state.name is None for state in states):
+        return
     roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
     roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)

@@ -1,8 +1,9 @@
 """What a salvage may not pass over: all that is lost is named, nothing stale is taken, nothing doubtful is whole."""
 
 import json
+import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix import OperationError, UsageError, salvage
+from ckptfix import OperationError, UsageError, check, salvage
 from ckptfix.tensors.dcp_tensors import read_metadata_of
+from tests.commanding import Said, said
 from tests.conversion.test_salvage import cut, flip
+from tests.diagnosis.test_completeness import make
 from tests.repairs.builders import snapshot
 from tests.tensors import dcp_making
+
+__all__ = ["said"]
 
 OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(300)}}, "param_groups": [{"params": [0]}]}
 
@@ -132,6 +137,7 @@ def test_folders_below_are_judged_as_models(tmp_path: Path) -> None:
     below = source / "sub"
     below.mkdir(parents=True)
     torch.save({"last_epoch": 3}, source / "scheduler.bin")
+    torch.save(OPTIMIZER, source / "optimizer.bin")
     shards = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     torch.save(module(0), below / shards[0])
     torch.save({"x": torch.ones(3)}, below / shards[1])
@@ -297,3 +303,53 @@ def test_lost_tensors_of_a_dcp_folder_are_in_the_order_of_its_metadata(tmp_path:
     lost = [one.name for one in salvage(tmp_path / "source", tmp_path / "new").lost]
     assert len(lost) > 6
     assert lost == [name for name in order if name in lost]
+
+
+def without(*names: str) -> Callable[[Path], object]:
+    def change(root: Path) -> None:
+        for name in names:
+            (root / name).unlink()
+
+    return change
+
+
+def renamed(root: Path) -> None:
+    (root / "model.safetensors").rename(root / "model.safetensors.tmp")
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        (without("model.safetensors", "optimizer.bin"), ["model.safetensors", "optimizer.bin"]),
+        (renamed, ["model.safetensors"]),
+        (without("random_states_0.pkl"), ["random_states_0.pkl"]),
+        (without("model.safetensors", "model_1.safetensors"), ["model.safetensors"]),
+    ],
+)
+def test_files_that_the_source_lacks_are_lost(
+    tmp_path: Path, said: Said, change: Callable[[Path], object], lost: list[str]
+) -> None:
+    """It said "nothing missing was found" and exited with 0, where ``check`` found errors in its source."""
+    source = make(tmp_path / "source", "clean-teacher-student")
+    shutil.copy(source / "optimizer.bin", source / "optimizer_1.bin")
+    change(source)
+    assert check(source).status == 1
+    status, out, _ = said("salvage", source, tmp_path / "new")
+    assert status == 1
+    assert "nothing missing was found" not in out
+    for name in lost:
+        assert f"  {name}: " in out
+    assert f"next: copy {', '.join(map(repr, lost))} again into {tmp_path / 'new'}" in out
+    document = json.loads((tmp_path / "new" / "salvage.json").read_text())
+    assert [one["file"] for one in document["lost"]] == lost
+    assert "salvaged" in {finding.code for finding in check(tmp_path / "new").findings}
+
+
+def test_a_file_that_only_the_checkpoints_next_to_the_source_have(tmp_path: Path) -> None:
+    roots = [make(tmp_path / "run" / f"checkpoint_{number}") for number in (1, 2, 3)]
+    (roots[2] / "optimizer.bin").unlink()
+    receipt = salvage(roots[2], tmp_path / "new")
+    assert [str(lost) for lost in receipt.lost] == [
+        "optimizer.bin: missing: 2 of 2 checkpoints next to it have it"
+    ]
+    assert receipt.status == 1

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptfix import check, seal
 from ckptfix.checkpoint.neighbours import names_next_to
 from ckptfix.cli import run
 from ckptfix.diagnosis import completeness
 from tests.repairs.builders import TRAINER_RANDOM_STATES
+from tests.tensors import dcp_making
 
 FIXTURES = Path("fixtures/accelerate-1.15.0")
 
@@ -363,3 +365,10 @@ def test_the_advice_says_what_the_trainer_does_without_these_files(
     report = check(make_of_trainer(tmp_path / "checkpoint-4", without))
     (found,) = (one for one in report.findings if one.code == "incomplete-checkpoint")
     assert found.advice.startswith(advice)
+
+
+def test_an_optimizer_next_to_a_model_that_is_the_dcp_folder_itself(tmp_path: Path) -> None:
+    """It was told that there are no weights of a model."""
+    dcp_making.save(tmp_path, {"model": {"a": torch.ones(3)}})
+    dcp_making.save(tmp_path / "optimizer_0", {"x": torch.ones(4)})
+    assert check(tmp_path).findings == ()
