@@ -246,7 +246,7 @@ def _references(
     """Yield the key sets of the same model: its index, and the entries in the other container.
 
     Their numbers do not count: closing a gap must not change a verdict. Next to what ``save_state`` wrote, the other
-    container is no evidence. Its keys can be those of an export, by a script whose model has two modules called
+    container shows nothing. Its keys can be those of an export, by a script whose model has two modules called
     'module': ``load_state`` takes only the nested keys into that model.
     """
     if group.listed and group.index_path is not None:

@@ -129,9 +129,9 @@ class SealReceipt(Printable, Serialized):
         option = "--signature" if self.signed_by else "--oms"
         files = [part for name in self.statements for part in (option, str(self.path / name))]
         by_statements = f"{command('verify', self.path, '', *files)} {self.trust}".strip()
-        warned = any(one.severity is not Severity.NOTE for one in self.findings)
-        again = "  # reports what is above, too, with exit status 1" if warned else ""
-        yield line(f"next: {by_statements if self.signed_by else command('verify', self.path)}{again}")
+        if any(finding.severity is not Severity.NOTE for finding in self.findings):
+            yield line("verify reports what is above, too, and ends with 1")
+        yield line(f"next: {by_statements if self.signed_by else command('verify', self.path)}")
         if self.signed_by:
             yield line(f"or, without verifying who signed: {command('verify', self.path)}")
         elif self.statements:

@@ -94,7 +94,7 @@ def test_folders_say_what_was_not_compared(capsys: pytest.CaptureFixture[str]) -
     assert run(["diff", folder, str(FIXTURES / "clean-bin" / "checkpoint")]) == 1
     out = capsys.readouterr().out
     assert "model_1.safetensors against (none)" in out
-    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by number" in out
+    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position" in out
     assert "not compared: 2 other files in B: " in out
 
 

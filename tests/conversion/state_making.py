@@ -1,5 +1,6 @@
 """Complete states of a small model as each strategy of PyTorch saves them, and the loads that prove them."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def save_state(root: Path, strategy: str, *runs: Trained, processes: int = 2) ->
     for rank in range(processes):
         state = {
             "step": 3,
-            "random_state": (3, tuple(range(rank, rank + 625)), None),
+            "random_state": random.Random(rank).getstate(),
             "numpy_random_seed": numpy.random.RandomState(rank).get_state(),
             "torch_manual_seed": torch.Generator().manual_seed(rank).get_state(),
         }
@@ -127,7 +128,7 @@ def of_trainer(root: Path, run: Trained, *, processes: int = 2) -> Path:
     for rank in range(processes):
         name = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
         state = {
-            "python": (3, tuple(range(rank, rank + 625)), None),
+            "python": random.Random(rank).getstate(),
             "numpy": numpy.random.RandomState(rank).get_state(),
             "cpu": torch.Generator().manual_seed(rank).get_state(),
         }

@@ -70,7 +70,8 @@ def write_trainer_states(path: Path) -> None:
     moments = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}}
     torch.save({"state": moments, "param_groups": [{"params": [0]}]}, path / "optimizer.pt")
     torch.save({"last_epoch": 1, "base_lrs": torch.ones(2)}, path / "scheduler.pt")
-    torch.save({"scale": torch.ones(1)}, path / "scaler.pt")
+    scaler = torch.amp.GradScaler("cpu").state_dict() | {"scale": torch.tensor(1.0)}
+    torch.save(scaler, path / "scaler.pt")
     torch.save({"output_dir": "x", "noise": torch.ones(2)}, path / "training_args.bin")
     (path / "trainer_state.json").write_text('{"global_step": 2}')
 
@@ -142,7 +143,10 @@ def test_shards_of_a_variant_stay_shards_of_that_variant(
     folder: Path, tmp_path: Path, to: str, first: str, second: str, index: str, stem: dict[str, str]
 ) -> None:
     write_shards(folder, first, second, index)
-    assert [finding.code for finding in check(folder).findings if finding.code != "trainer-pickle"] == []
+    # The Trainer looks for no variant, and for no name of diffusers.
+    lost = ["incomplete-checkpoint"] if (folder / "trainer_state.json").exists() else []
+    codes = [finding.code for finding in check(folder).findings if finding.code != "trainer-pickle"]
+    assert codes == lost
     others = {path.name for path in folder.iterdir()} - {first, second, index}
     new = tmp_path / "new"
     migrate(folder, new, to=to, max_shard_size=48)

@@ -80,5 +80,5 @@ def test_a_seal_with_a_warning_says_that_verify_repeats_it(tmp_path: Path, said:
     root = make(tmp_path / "checkpoint", without=["random_states_0.pkl"])
     status, out, _ = said("seal", root)
     assert status == 0
-    assert f"next: ckptfix verify {root}  # reports what is above, too, with exit status 1" in out
+    assert f"verify reports what is above, too, and ends with 1\nnext: ckptfix verify {root}\n" in out
     assert verify(root).status == 1
