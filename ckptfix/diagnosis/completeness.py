@@ -74,6 +74,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
+    LostPosition,
     LostTag,
     MissingFile,
     MissingModel,
@@ -88,6 +89,9 @@ from ckptfix.tensors.opening import is_checkpoint
 
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
 """Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders."""
+
+_NEXT_TO = (*_COMPARED, Role.DATALOADER)
+"""Roles that are looked for next to a checkpoint. Without its state, ``load_state`` begins a dataloader again."""
 
 _RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
 """Roles that the Trainer starts anew in silence when their file is missing (``_load_rng_state`` and the like)."""
@@ -471,7 +475,7 @@ def _saves(run: _Run, folder: Path, near: Iterable[tuple[int, str]]) -> list[_Si
         if name not in run.parts:
             parts: dict[Part, str] = {}
             with suppress(CkptfixError, OSError):
-                parts = _parts(map(PurePosixPath, sorted(names_next_to(folder, name))))
+                parts = _parts(map(PurePosixPath, sorted(names_next_to(folder, name))), _NEXT_TO)
             # Most checkpoints of a run have equal names: 100,000 of them share one dict.
             last = next(reversed(run.parts.values()), None)
             run.parts[name] = last if last == parts and last is not None else parts
@@ -506,7 +510,7 @@ def compared(
     # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have theirs.
     is_shortened = is_repaired(folder)
     names = _names(folder)
-    own = _parts(names)
+    own = _parts(names, _NEXT_TO)
     # A run that changed to DeepSpeed has its model and optimizer in one folder.
     for path in names:
         if (tag := parse_deepspeed_folder_name(path.name)) is not None:
@@ -534,13 +538,15 @@ def compared(
     missing = [part for part in missing if part not in reported]
     is_first_or_last = not (before and after) and _is_save(own) and not is_of_others
     unsure = [part for part in missing if is_first_or_last and part[0] is Role.RNG_STATE]
-    sure = [part for part in missing if part not in unsure]
+    begun = [part for part in missing if part[0] is Role.DATALOADER]
+    sure = [part for part in missing if part not in (*unsure, *begun)]
     hidden = {part: under for part in sure if (under := _under_name_of_trainer(examples[part], names))}
     alone = tuple((IncompleteCheckpoint, [part]) for part in hidden)
     for kind, lost in (
         *alone,
         (IncompleteCheckpoint, [part for part in sure if part not in hidden]),
         (FewerRanks, unsure),
+        (LostPosition, begun),
     ):
         files = tuple(examples[part] for part in lost if examples[part] not in known)
         if files:
@@ -564,7 +570,7 @@ def _is_save(parts: Collection[Part]) -> bool:
     return any(role is Role.RNG_STATE for role, _ in parts)
 
 
-def _parts(names: Iterable[PurePosixPath]) -> dict[Part, str]:
+def _parts(names: Iterable[PurePosixPath], roles: Collection[Role] = _COMPARED) -> dict[Part, str]:
     """Return the parts of a checkpoint, each with its first file or folder.
 
     ``load_state`` never reads a file with a name of the Trainer: next to random states of accelerate it is a script's.
@@ -575,7 +581,7 @@ def _parts(names: Iterable[PurePosixPath]) -> dict[Part, str]:
     for path, name in parsed:
         if is_save_state and name is not None and name.is_of_trainer:
             continue
-        if name is not None and name.role in _COMPARED:
+        if name is not None and name.role in roles:
             part = (name.role, name.rank if name.rank is not None else name.index)
         elif name is not None and name.role is Role.WEIGHTS_INDEX:
             part = (Role.MODEL, 0)
@@ -599,7 +605,7 @@ def _names(folder: Path) -> list[PurePosixPath]:
 
 
 def _order(part: Part) -> tuple[int, int]:
-    return _COMPARED.index(part[0]), part[1]
+    return _NEXT_TO.index(part[0]), part[1]
 
 
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")

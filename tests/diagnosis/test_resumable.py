@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import save_file
 
 from ckptfix import check, latest_checkpoint
@@ -187,3 +188,36 @@ def test_a_file_of_the_trainer_that_it_starts_anew(tmp_path: Path) -> None:
     gone("optimizer.pt", "scheduler.pt")(tmp_path / "checkpoint-6")
     assert check(tmp_path / "checkpoint-6").status == 1
     assert examine(tmp_path / "checkpoint-6", 6).problem is None
+
+
+def prepared_loader() -> tuple[Accelerator, Any]:
+    """Return a script with a dataloader whose position is saved."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    settings = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0).unsqueeze(1), batch_size=1))
+    return accelerator, loader
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_a_position_of_a_dataloader_is_a_note(tmp_path: Path) -> None:
+    """``load_state`` succeeds, and the epoch begins again: nothing was told."""
+    accelerator, loader = prepared_loader()
+    batches = iter(loader)
+    for number in (1, 2, 3):
+        next(batches)
+        accelerator.save_state(str(tmp_path / f"checkpoint_{number}"))
+    newest = tmp_path / "checkpoint_3"
+    assert check(newest).findings == ()
+    gone("dl_state_dict.bin")(newest)
+    accelerator, loader = prepared_loader()
+    accelerator.load_state(str(newest))
+    assert len(list(loader)) == 8
+    report = check(newest)
+    (finding,) = report.findings
+    assert str(finding) == "dl_state_dict.bin is missing: 2 of 2 checkpoints next to it have it"
+    assert "the epoch begins again" in finding.advice
+    assert report.status == 0
+    assert latest_checkpoint(tmp_path) == newest

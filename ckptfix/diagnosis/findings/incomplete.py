@@ -180,6 +180,22 @@ class FewerRanks(IncompleteCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostPosition(IncompleteCheckpoint):
+    """States of dataloaders that the checkpoints next to it have. A run that no longer saves them is healthy."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice on the epoch: accelerate loads a state of a dataloader only if its file exists."""
+        what = "this file" if len(self.missing) == 1 else "these files"
+        return (
+            f"load_state succeeds without {what}, and the epoch begins again: samples of it are used twice; copy "
+            f"{what} again, or ignore this if the script no longer uses use_stateful_dataloader"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostTag(IncompleteCheckpoint):
     """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint in the folder."""
 
