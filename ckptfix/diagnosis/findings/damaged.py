@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.paths import shell_path
-from ckptfix.storage.stores import is_url
 from ckptfix.wording import count_of, list_names, series
 
 FOLDER = "a folder"
@@ -200,7 +200,7 @@ class MissingShard(Finding):
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the commands that rename shards; a store has no such command."""
-        if not self._is_renamed_alone or is_url(path):
+        if not self._is_renamed_alone or looks_like_url(path):
             return self.advice
         folder = Path(path)
         return "; ".join(
