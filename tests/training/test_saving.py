@@ -808,14 +808,24 @@ def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(tmp
 
 
 @pytest.mark.parametrize(
-    ("config", "content", "model"),
+    ("config", "content", "model", "weights"),
     [
-        ("config.json", {"_class_name": "UNet2DModel"}, "UNet2DModel"),
-        ("adapter_config.json", {"peft_type": "LORA"}, "a PEFT adapter (LORA)"),
+        (
+            "config.json",
+            {"_class_name": "UNet2DModel"},
+            "UNet2DModel",
+            "diffusion_pytorch_model.safetensors",
+        ),
+        (
+            "adapter_config.json",
+            {"peft_type": "LORA"},
+            "a PEFT adapter (LORA)",
+            "adapter_model.safetensors",
+        ),
     ],
 )
 def test_a_model_of_a_hook_without_its_weights_is_passed_over(
-    tmp_path: Path, config: str, content: dict[str, str], model: str
+    tmp_path: Path, config: str, content: dict[str, str], model: str, weights: str
 ) -> None:
     """A copy that was cut: ``unet/`` holds the config alone, and ``check`` warns of ``missing-model``."""
     accelerator, _ = run(tmp_path)
@@ -825,19 +835,17 @@ def test_a_model_of_a_hook_without_its_weights_is_passed_over(
         for below in ("unet", "unet_ema"):
             (folder / below).mkdir()
             (folder / below / config).write_text(json.dumps(content))
-            shutil.copyfile(
-                folder / "model.safetensors", folder / below / "diffusion_pytorch_model.safetensors"
-            )
+            shutil.copyfile(folder / "model.safetensors", folder / below / weights)
         (folder / "model.safetensors").unlink()
     assert latest_checkpoint(tmp_path).name == "checkpoint_2"
-    (tmp_path / "checkpoints/checkpoint_2/unet/diffusion_pytorch_model.safetensors").unlink()
+    (tmp_path / "checkpoints/checkpoint_2/unet" / weights).unlink()
     for below in ("unet", "unet_ema"):
-        (tmp_path / f"checkpoints/checkpoint_1/{below}/diffusion_pytorch_model.safetensors").unlink()
+        (tmp_path / "checkpoints/checkpoint_1" / below / weights).unlink()
     with pytest.warns(UserWarning, match="took checkpoint_0 and passed over") as seen:
         assert latest_checkpoint(tmp_path).name == "checkpoint_0"
+    assert f"checkpoint_2: unet/ has no weights, and its {config} is of {model}" in str(seen[0].message)
+    assert "checkpoint_1: no weights of a model" in str(seen[0].message)
     for number in (1, 2):
-        words = f"checkpoint_{number}: unet/ has no weights, and its {config} is of {model}"
-        assert words in str(seen[0].message)
         assert "missing-model" in {
             one.code for one in check(tmp_path / f"checkpoints/checkpoint_{number}").findings
         }
