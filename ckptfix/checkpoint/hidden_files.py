@@ -174,21 +174,23 @@ def _hidden_weights(
     if not has_index and any(meaning.shard for meaning in parsed.values()):
         return None  # the missing index of shards has a finding
     known = {*_MODELS, *(stem for of_kind in stems.values() for stem in of_kind)}
-    uncertain = None
+    uncertain: tuple[str, str, bool] | None = None
     for name, meaning in parsed.items():
-        if meaning.role not in NOT_STATES or meaning.shard or not _holds_weights(root, name):
+        if meaning.role not in NOT_STATES or meaning.shard:
             continue
         kind = next((kind for kind in _KINDS if meaning.suffix.startswith(kind)), None)
+        is_sure = kind is not None and (any(_begins_as(name, stem) for stem in known) or is_certain(meaning))
+        # Of uncertain files the first is named: a folder may have hundreds, and the others need not be read.
+        if (uncertain and not is_sure) or not _holds_weights(root, name):
+            continue
         of_kind = stems[kind or ".bin"]
         stem = next((stem for stem in of_kind if _begins_as(name, stem)), of_kind[0])
         rest = (kind or ".bin") + (".index.json" if meaning.role is Role.WEIGHTS_INDEX else "")
         if keeps_variant and meaning.is_of_library:
             rest = name.removeprefix(meaning.stem.partition(".")[0])
-        wanted = stem + rest
-        is_near = any(_begins_as(name, stem) for stem in known)
-        if kind and (is_near or is_certain(meaning)):
-            return name, wanted, True
-        uncertain = uncertain or (name, wanted, False)
+        if is_sure:
+            return name, stem + rest, True
+        uncertain = name, stem + rest, False
     return uncertain
 
 

@@ -313,7 +313,7 @@ def _unloadable_weights(folder: CheckpointFolder) -> str | None:
 
 def _is_loaded_whole(name: FileName) -> bool:
     """Return whether a resume needs a file. Of accelerate's random states one rank's do: a run may have a thousand."""
-    if name.role is Role.RNG_STATE and not name.is_of_trainer:
+    if name.is_of_save_state:
         return name.rank == 0
     return _holds_weights(name) or name.role in _LOADED
 

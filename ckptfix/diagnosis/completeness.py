@@ -118,9 +118,7 @@ def incomplete(
     A manifest may list a scheduler without its optimizer: ``migrate`` leaves DeepSpeed's optimizer out.
     """
     parts = _parts(_paths(folder))
-    states = (
-        one.name for one in folder.components if one.role is Role.RNG_STATE and not one.name.is_of_trainer
-    )
+    states = (component.name for component in folder.components if component.name.is_of_save_state)
     ranks = {name.rank for name in states if name.rank is not None}
     roles = {role for role, _ in parts}
     rest = roles & {Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER}
@@ -343,8 +341,9 @@ def judge_bare(folder: CheckpointFolder, problem_of: Callable[[Path], str | None
     if folder.only is not None or holds_checkpoint(folder):
         return None
     if not is_bare(root):
-        lost = () if may_hold_weights(root) else tuple(_lost_models(folder))
-        return BareCheckpoint(lost) if lost else None
+        # Few folders have such a config. Weights are looked for in the whole tree below a folder.
+        lost = tuple(_lost_models(folder))
+        return BareCheckpoint(lost) if lost and not may_hold_weights(root) else None
     below = tuple(sorted(str(path) for path in folder.subfolders if may_hold_weights(root / path)))
     origin = Path(os.path.abspath(origin_of(root)))
     named = family_of(origin.name)

@@ -316,10 +316,13 @@ def _renamed_shards(
     for fqn, name in group.listed.items():
         if name in keys:
             keys[name].add(fqn)
-    free = [one for one in single if one.role is Role.UNKNOWN and one.problem is None and one.tensors]
+    free: dict[frozenset[str], list[Component]] = {}
+    for file in single:
+        if file.role is Role.UNKNOWN and file.problem is None and file.tensors:
+            free.setdefault(frozenset(tensor.fqn for tensor in file.tensors), []).append(file)
     room = group.total_size - group.stored_size if group.total_size else None
     for name, wanted in keys.items():
-        holders = [one for one in free if {tensor.fqn for tensor in one.tensors} == wanted]
+        holders = free.get(frozenset(wanted), [])
         if len(holders) != 1 or holders[0].name.suffix != PurePosixPath(name).suffix:
             continue
         if room is None or stored_size(holders) <= room:

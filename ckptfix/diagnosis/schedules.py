@@ -144,10 +144,7 @@ def diagnose_empty_schedulers(folder: CheckpointFolder, home: Path) -> Iterator[
     empty = [path for path, file in schedulers.items() if holds_no_tensor(file)]
     if not empty:
         return
-    near = [
-        _states_of_schedulers(scan_folder(path, wanted=lambda file: file.role is Role.SCHEDULER))
-        for _, _, path in neighbours(home)
-    ]
+    near = [_states_of_schedulers(there) for _, there in _next_to(home, (Role.SCHEDULER,))]
     for path in empty:
         are_empty = [holds_no_tensor(files[path]) for files in near if path in files]
         if any(are_empty):
@@ -302,12 +299,17 @@ def _mixed_steps(
 
 def _neighbours(home: Path, roles: Collection[Role]) -> Iterator[_Neighbour]:
     """Yield what files of these roles in the checkpoints next to one record."""
+    for name, folder in _next_to(home, roles):
+        optimizers = list(saved_optimizers(folder, ()))
+        yield _Neighbour(name, _progress(folder, optimizers, trainer_progress(folder.root).step))
+
+
+def _next_to(home: Path, roles: Collection[Role]) -> Iterator[tuple[str, CheckpointFolder]]:
+    """Yield the checkpoints next to one with their files of these roles, without those that cannot be listed."""
     for name, _, path in neighbours(home):
+        # A run may delete it now.
         with suppress(OSError):
-            folder = scan_folder(path, wanted=lambda file: file.role in roles)
-            yield _Neighbour(
-                name, _progress(folder, list(saved_optimizers(folder, ())), trainer_progress(path).step)
-            )
+            yield name, scan_folder(path, wanted=lambda file: file.role in roles)
 
 
 def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer], step: int | None) -> _Progress:

@@ -345,9 +345,8 @@ def _is_dealt(config: object) -> bool:
 def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
     visits = Visits()
     for group in items_of(node):
-        if not (
-            is_dict_like(group) and visits.first(group)
-        ):  # a million references to one dict of a million names would never end
+        # A million references to one dict of a million names would never end.
+        if not (is_dict_like(group) and visits.first(group)):
             raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
         yield _shapes(group, kinds)
 

@@ -425,7 +425,7 @@ def _weights_in(folder: Path, safetensors: bool) -> set[str]:
         return set()
     stem, suffix = _model_name(safetensors)
     parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
-    is_save_state = any(one.role is Role.RNG_STATE and not one.is_of_trainer for one in parts.values())
+    is_save_state = any(name.is_of_save_state for name in parts.values())
     whole = set() if is_save_state else {f"{stem}{suffix}"}
     return {
         name
