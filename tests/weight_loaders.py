@@ -39,7 +39,7 @@ def by_load_checkpoint_in_model(root: Path) -> float:
     return float(model["a"].weight.detach().mean())
 
 
-def by_transformers(root: Path) -> float:
+def by_transformers(root: Path, **options: str) -> float:
     from transformers import PretrainedConfig, PreTrainedModel
 
     class Model(PreTrainedModel):  # type: ignore[misc]
@@ -51,10 +51,10 @@ def by_transformers(root: Path) -> float:
             self.post_init()
 
     (root / "config.json").write_text("{}")
-    return float(Model.from_pretrained(root).a.weight.detach().mean())
+    return float(Model.from_pretrained(root, **options).a.weight.detach().mean())
 
 
-def by_diffusers(root: Path) -> float:
+def by_diffusers(root: Path, **options: str) -> float:
     diffusers: Any = pytest.importorskip("diffusers")
     mixins = (diffusers.ModelMixin, diffusers.ConfigMixin)
 
@@ -67,7 +67,7 @@ def by_diffusers(root: Path) -> float:
             self.a, self.b = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
 
     (root / "config.json").write_text('{"_class_name": "Model"}')
-    return float(Model.from_pretrained(root).a.weight.detach().mean())
+    return float(Model.from_pretrained(root, **options).a.weight.detach().mean())
 
 
 def by_peft(root: Path) -> float:

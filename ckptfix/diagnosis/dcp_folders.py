@@ -19,7 +19,7 @@ from ckptfix.checkpoint.keys import (
     prepared,
 )
 from ckptfix.diagnosis.file_damage import LeftRecord, left_records, problem_finding
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     MalformedFile,
@@ -424,11 +424,7 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
     has_other_evidence = to_bare or any(isinstance(one, MismatchedNames) for one in findings)
     if not is_undecided(processes) or has_other_evidence:
         return findings
-    return [_undecided(one) if isinstance(one, NestedPrefix) else one for one in findings]
-
-
-def _undecided(finding: NestedPrefix) -> UndecidedPrefix:
-    return UndecidedPrefix(**{field.name: getattr(finding, field.name) for field in fields(finding)})
+    return [as_kind(UndecidedPrefix, one) if isinstance(one, NestedPrefix) else one for one in findings]
 
 
 def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:

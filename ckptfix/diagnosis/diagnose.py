@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
@@ -33,7 +32,7 @@ from ckptfix.diagnosis.file_damage import (
     without_deepspeed,
 )
 from ckptfix.diagnosis.findings import CATALOGUE
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     IndexMismatch,
@@ -301,8 +300,7 @@ def _undecided(
     for finding in findings:
         loads = switches.get(finding.path)
         if loads and isinstance(finding, IndexMismatch) and finding.is_fixable and finding.absent:
-            known = {field.name: getattr(finding, field.name) for field in fields(finding)}
-            yield UndecidedIndex(**known, loads=loads)
+            yield as_kind(UndecidedIndex, finding, loads=loads)
         else:
             yield finding
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from enum import Enum
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ckptfix.dataclass import dataclass
 from ckptfix.reports import Serialized, plain
@@ -88,6 +88,14 @@ class Finding(Serialized):
         own = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
         advice = "; ".join(self.advice_at(at).splitlines())
         return {**Serialized.as_json(self), "advice": advice, **own}
+
+
+_Kind = TypeVar("_Kind", bound=Finding)
+
+
+def as_kind(kind: type[_Kind], finding: Finding, **facts: Any) -> _Kind:
+    """Return a finding as one of a subclass of its own class. ``facts``: what only the subclass has."""
+    return kind(**{field.name: getattr(finding, field.name) for field in fields(finding)}, **facts)
 
 
 def labelled(severity: Severity, code: str, message: str) -> Line:
