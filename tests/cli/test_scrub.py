@@ -93,13 +93,15 @@ def test_everything_is_looked_at_and_read(runs: Path, capsys: Capture) -> None:
 
 def test_five_nights_of_a_fifth_read_everything_once(runs: Path, capsys: Capture) -> None:
     subsets, read = [], 0
-    for night in range(5):
+    for _ in range(5):
         _, summary = scrubbed(capsys, runs, "--read-data-subset", "20%")
         subsets.append(summary["subset"])
         read += summary["data"]["read"]
         assert summary["data"]["before"] + summary["data"]["read"] == read
         assert summary["data"]["never"] == 5 * FILES - read
-        assert (night == 4) == (summary["data"]["never"] == 0)
+    # A fifth is chosen by hashes of paths, and this one lies in a folder of chance: one of 28 times the last fifth of
+    # 15 files is empty, so that nothing is said of the nights before it.
+    assert read == 5 * FILES
     assert sorted(subsets) == [f"{number}/5" for number in range(5)]
     assert scrubbed(capsys, runs, "--read-data-subset", "20%")[1]["subset"] == subsets[0]
 
