@@ -188,10 +188,12 @@ class Judge:
         index = json.loads(path.read_text())
         # As transformers writes into the object (``utils/hub.py`` of 5.23).
         index["metadata"]["weight_map"] = listed = index["weight_map"]
+        # As from_pretrained and load_checkpoint_in_model: the index names the files, and each file is loaded whole. To
+        # them a key that is listed and lies in no file makes no difference.
         values: dict[tuple[str, str], Any] = {}
         for name in sorted(set(listed.values())):
             values |= {(name, key): tensor for key, tensor in self._file(root / name).items()}
-        return {key: values[name, key] for key, name in listed.items()} | {"": len(values)}
+        return {key: tensor for (_, key), tensor in values.items()} | {"": len(values)}
 
     def _dcp(self, folder: Path) -> Any:
         from torch.distributed.checkpoint import FileSystemReader
