@@ -12,7 +12,7 @@ holds what belongs under that name. The names are exact:
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -83,7 +83,9 @@ def hidden_files(folder: CheckpointFolder) -> Iterator[HiddenFile]:
     Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there.
     """
     hidden: dict[str, HiddenFile] = {}
-    if any(one.name.is_of_accelerate for one in folder.components):
+    # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's states.
+    is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
+    if not is_of_trainer and any(one.name.is_of_accelerate for one in folder.components):
         for file in (*_hidden_from_load_state(folder), *_miscounted(folder)):
             hidden.setdefault(file.wanted, file)
     if not folder.is_save_state:
@@ -101,8 +103,8 @@ def hidden_files(folder: CheckpointFolder) -> Iterator[HiddenFile]:
 def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
     """Yield the optimizer and the weights that the Trainer does not find by their names. ``names``: all of the folder.
 
-    A subclass may write and read weights under names of its own: a name counts that a library gives to weights, or
-    nearly, and any name next to the config that ``save_pretrained`` writes together with the weights.
+    A subclass may write and read weights under names of its own: a name is certain that a library gives to weights, or
+    that has the mark of a copy.
     """
     if TRAINER_STATE not in names:
         return
@@ -124,10 +126,7 @@ def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFi
     ):
         return
 
-    def is_certain(name: FileName) -> bool:
-        return has_config or ADAPTER in names or name.is_of_library
-
-    file = _hidden_weights(root, names, stems, is_certain, keeps_variant=False)
+    file = _hidden_weights(root, names, stems, of_libraries=True, keeps_variant=False)
     if file is not None:
         name, wanted, certain = file
         yield _hidden(name, wanted, Loader.TRAINER, is_certain=certain)
@@ -150,7 +149,7 @@ def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[Hidd
         known = _joined(known, _OF_TRANSFORMERS)
     if any(_finds(known, name, takes_variants=True) for name in names):
         return
-    file = _hidden_weights(root, names, stems, lambda name: False, keeps_variant=True)
+    file = _hidden_weights(root, names, stems, of_libraries=False, keeps_variant=True)
     if file is not None:
         name, wanted, certain = file
         words = f"{config} is of {library}, which does not look for {name!r}"
@@ -161,30 +160,38 @@ def _hidden_weights(
     root: Path,
     names: Collection[str],
     stems: Stems,
-    is_certain: Callable[[FileName], bool],
     *,
+    of_libraries: bool,
     keeps_variant: bool,
 ) -> tuple[str, str, bool] | None:
     """Return a file with weights, the name that belongs to them, and whether they surely are the ones looked for.
 
-    A name that begins with that of a library's weights is certain: ``model_old.safetensors``, ``Model (1).bin``.
+    The mark of a copy is certain (``model_old.safetensors``, ``Model (1).bin``). Other additions have a meaning for the
+    program that wrote them: ``model-rank-0-part-0.safetensors`` is read by vLLM, ``model_ema.safetensors`` by a script.
+    ``of_libraries``: so is every name that a library gives to weights.
     """
     parsed = {name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None}
     has_index = any(meaning.role is Role.WEIGHTS_INDEX for meaning in parsed.values())
     if not has_index and any(meaning.shard for meaning in parsed.values()):
         return None  # the missing index of shards has a finding
     known = {*_MODELS, *(stem for of_kind in stems.values() for stem in of_kind)}
+    # ``model_0.bin`` next to ``model_1.bin`` are the models of an ensemble, not copies.
+    alike = Counter(_COUNT.sub("#", name) for name in parsed)
+
+    def is_copy(name: str, kind: str) -> bool:
+        return alike[_COUNT.sub("#", name)] == 1 and any(_is_copy(name, stem, kind) for stem in known)
+
     uncertain: tuple[str, str, bool] | None = None
     for name, meaning in parsed.items():
         if meaning.role not in NOT_STATES or meaning.shard:
             continue
         kind = next((kind for kind in _KINDS if meaning.suffix.startswith(kind)), None)
-        is_sure = kind is not None and (any(_begins_as(name, stem) for stem in known) or is_certain(meaning))
+        is_sure = kind is not None and (is_copy(name, kind) or (of_libraries and meaning.is_of_library))
         # Of uncertain files the first is named: a folder may have hundreds, and the others need not be read.
         if (uncertain and not is_sure) or not _holds_weights(root, name):
             continue
         of_kind = stems[kind or ".bin"]
-        stem = next((stem for stem in of_kind if _begins_as(name, stem)), of_kind[0])
+        stem = next((stem for stem in of_kind if _is_copy(name, stem, kind or "")), of_kind[0])
         rest = (kind or ".bin") + (".index.json" if meaning.role is Role.WEIGHTS_INDEX else "")
         if keeps_variant and meaning.is_of_library:
             rest = name.removeprefix(meaning.stem.partition(".")[0])
@@ -202,8 +209,7 @@ def _hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
         stem = wanted.removesuffix(".json")
         libraries = ("peft",) if wanted == ADAPTER else ("transformers", "diffusers")
         for name in sorted(names):
-            is_near = _begins_as(name, stem) and ".json" in name.casefold()
-            if is_near and library_of(root / name) in libraries:
+            if _is_copy(name, stem, ".json") and library_of(root / name) in libraries:
                 yield _hidden(name, wanted, Loader.FROM_PRETRAINED)
                 break
 
@@ -245,10 +251,20 @@ def _finds(stems: Stems, name: str, *, takes_variants: bool) -> bool:
     return takes_variants or (not variant and meaning.suffix in (kind, f"{kind}.index.json"))
 
 
-def _begins_as(name: str, stem: str) -> bool:
-    """Return whether a name begins with a stem, in any case, and with no other word: ``Model_old``, not ``models``."""
-    text = re.sub(r"[-\s]", "_", name.casefold())
-    return re.match(rf"{stem}(?![a-z])", text) is not None
+_BETWEEN = r"[\s._-]"
+_MARK = (
+    rf"(?:{_BETWEEN}+(?:copy|old|backup|bak|orig|tmp|new))?"
+    rf"(?:{_BETWEEN}*\([0-9]{{1,2}}\)|{_BETWEEN}+[0-9]{{1,2}}|~)?"
+)
+"""Marks of copies: of browsers (`` (1)``), file managers (`` - Copy (2)``), wget (``.1``), editors and people."""
+
+_COUNT = re.compile(r"(?<![(0-9])[0-9]+")
+
+
+def _is_copy(name: str, stem: str, suffix: str) -> bool:
+    """Return whether a name differs from a stem and a suffix by case or by marks of a copy: ``Model_old (1).bin``."""
+    pattern = rf"{stem}{_MARK}{re.escape(suffix)}(?:\.index\.json)?{_MARK}"
+    return re.fullmatch(pattern, re.sub(r"[-\s]", "_", name.casefold())) is not None
 
 
 def _holds_weights(root: Path, name: str) -> bool:

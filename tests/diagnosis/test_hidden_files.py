@@ -232,6 +232,26 @@ HEALTHY: Mapping[str, tuple[str, Change]] = {
         moved("model.safetensors", "gptq_model-4bit-128g.safetensors"),
     ),
     "weights of MLX": ("transformers", moved("model.safetensors", "weights.00.safetensors")),
+    "a state of one rank of vLLM": (
+        "transformers",
+        moved("model.safetensors", "model-rank-0-part-0.safetensors"),
+    ),
+    "weights in 8 bits": ("transformers", moved("model.safetensors", "model_int8.safetensors")),
+    "the models of an ensemble": (
+        "transformers",
+        both(
+            moved("model.safetensors", "model_0.safetensors"),
+            lambda folder: shutil.copy(folder / "model_0.safetensors", folder / "model_1.safetensors"),
+        ),
+    ),
+    "configs of two parts": (
+        "transformers",
+        both(
+            lambda folder: (folder / "generation_config.json").unlink(),
+            lambda folder: shutil.copy(folder / "config.json", folder / "config_encoder.json"),
+            moved("config.json", "config_decoder.json"),
+        ),
+    ),
     "weights of exllama": ("transformers", moved("model.safetensors", "output.safetensors")),
     "a checkpoint of a custom class": ("transformers", _of_a_custom_class),
     "open_clip": (

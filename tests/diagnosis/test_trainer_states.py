@@ -259,7 +259,7 @@ def rename(name: str) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize(
-    "name", ["weights.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"]
+    "name", ["model_old.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"]
 )
 def test_weights_under_a_name_that_the_trainer_does_not_read(
     name: str,
@@ -284,6 +284,49 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
         UsageError, match=r"checkpoint-2: no model\.safetensors: the Trainer does not look for"
     ):
         ckptfix.latest_checkpoint(checkpoint.parent)
+
+
+@pytest.mark.parametrize("names", [("weights.safetensors",), ("model_ema.safetensors", "policy.bin")])
+@pytest.mark.parametrize("has_config", [True, False])
+def test_names_that_a_subclass_of_the_trainer_may_read_are_not_checked(
+    checkpoint: Path, names: tuple[str, ...], has_config: bool
+) -> None:
+    """A subclass that keeps an average next to its policy had a warning in each of its checkpoints."""
+    rename(names[0])(checkpoint)
+    for name in names[1:]:
+        torch.save({"weight": torch.ones(2)}, checkpoint / name)
+    if not has_config:
+        (checkpoint / "config.json").unlink()
+    report = check(checkpoint)
+    assert report.status == 0
+    assert (
+        f"weights: {names[0]!r} is there, and the Trainer does not look for that name" in report.not_checked
+    )
+    assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
+
+
+def test_a_run_in_fp16_is_judged_by_the_names_of_the_trainer(tmp_path: Path) -> None:
+    """It saves ``scaler.pt``, as ``save_state`` does: files of a script were taken for states of ``load_state``."""
+
+    def scaled(output: Path) -> Any:
+        trainer = trainer_in(output)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as with fp16 on a GPU
+        return trainer
+
+    scaled(tmp_path / "run").train()
+    folder = tmp_path / "run/checkpoint-2"
+    assert (folder / "scaler.pt").exists()
+    shutil.copy(folder / "optimizer.pt", folder / "optimizer_01.bin")
+    torch.save({"weight": torch.ones(2)}, folder / "pytorch_model_01.bin")
+    torch.save({"step": 1}, folder / "custom_checkpoint_7.pkl")
+    scaled(tmp_path / "out").train(resume_from_checkpoint=str(folder))
+    assert [str(one) for one in check(folder).findings if one.severity.value != "note"] == []
+    rename("model_old.safetensors")(folder)
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+        scaled(tmp_path / "out")._load_from_checkpoint(str(folder))
+    assert [str(one) for one in check(folder).findings if one.severity.value != "note"] == [
+        "model.safetensors is missing: 'model_old.safetensors' is there, and the Trainer does not look for that name"
+    ]
 
 
 def without_states(root: Path) -> None:
