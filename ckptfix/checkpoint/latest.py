@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.filenames import (
     ACCELERATE,
     FAMILIES,
@@ -307,6 +308,9 @@ def _unloadable_weights(folder: CheckpointFolder) -> str | None:
             wrong = state_problem(component.name, content)
             if wrong is not None:
                 return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
+    # DeepSpeed resumes from its own folder: with ZeRO-3 the Trainer leaves an adapter without a tensor next to it.
+    if any(deepspeed_folders(folder)):
+        return None
     empty = next(weights_without_tensors(folder), None)
     return f"{empty.path} holds no tensors, and its model has some" if empty is not None else None
 

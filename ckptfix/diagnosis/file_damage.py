@@ -61,7 +61,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
-from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
+from ckptfix.diagnosis.findings.inconsistent import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import OperationError
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -679,6 +679,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         return
     contents = {path: content_of(file) for path, file in files.items()}
     is_pretrained_model = _is_pretrained(folder)
+    tag = next((str(where) for _, where in deepspeed_folders(folder)), "")
     # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
     is_of_library = (
         bool(folder.ranks)
@@ -686,6 +687,16 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
     )
     for path, problem in problems.items():
+        # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off (transformers 5.23).
+        if problem is NO_TENSORS and tag:
+            yield EmptyExport(
+                path=path,
+                holds=problem.holds,
+                expected=problem.expected.value,
+                effect=f"a resume with DeepSpeed reads {tag}/, and from_pretrained leaves the weights random",
+                remedy=f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py",
+            )
+            continue
         # The right state is where this one belongs. The file of a custom object may rightly hold anything.
         partners = [
             (names[partner].index != names[path].index, str(partner))

@@ -16,6 +16,7 @@ import ckptfix
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.errors import UsageError
+from tests.tensors.zero_making import make_zero
 
 State = dict[str, Any]
 Change = Callable[[State], object]
@@ -493,6 +494,33 @@ def test_weights_in_a_subfolder_are_not_missing(place: str, checkpoint: Path) ->
     (checkpoint / place).parent.mkdir()
     (checkpoint / "model.safetensors").rename(checkpoint / place)
     assert not [one for one in check(checkpoint).findings if "no file with weights" in str(one)]
+
+
+@pytest.mark.parametrize("parameters", [(), ("base_model.lora_A.weight",)])
+def test_the_empty_adapter_of_zero_3_without_gathered_weights(
+    lora_checkpoint: Path, tmp_path: Path, parameters: tuple[str, ...]
+) -> None:
+    """The weights are in DeepSpeed's folder: each checkpoint of such a run was passed over."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = lora_trainer_in(tmp_path / "out")
+    # As ``Trainer.save_model`` does, which removes empty weights of complete models alone.
+    trainer._save(str(lora_checkpoint), state_dict={name: torch.empty(0) for name in parameters})
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (lora_checkpoint / name).unlink()
+    make_zero(lora_checkpoint / "global_step2", [{"a.weight": torch.ones(4, 3)}], stage=3, ranks=1)
+    (lora_checkpoint / "latest").write_text("global_step2")
+    report = check(lora_checkpoint)
+    assert report.status == 0
+    assert ckptfix.latest_checkpoint(lora_checkpoint.parent) == lora_checkpoint
+    shutil.rmtree(lora_checkpoint / "global_step2")
+    assert check(lora_checkpoint).status == 1
+    if not parameters:
+        (note,) = (one for one in report.findings if one.code == "unknown-state")
+        assert str(note) == "adapter_model.safetensors: it holds no tensors (expected a model's weights)"
+        assert "resume with DeepSpeed reads global_step2/" in note.advice
+        with pytest.raises(UsageError, match=r"adapter_model\.safetensors holds no tensors"):
+            ckptfix.latest_checkpoint(lora_checkpoint.parent)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin", "rng_state_1.pth"])

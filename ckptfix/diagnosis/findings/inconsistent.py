@@ -104,6 +104,18 @@ class EmptyState(UnknownState):
     severity = Severity.NOTE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyExport(UnknownState):
+    """Weights without a tensor next to the folder of DeepSpeed that holds them."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to export the weights, if anything but DeepSpeed is to load them."""
+        return f"{self.effect}: {self.remedy}"
+
+
 def _of_state(place: str, holds: str, expected: str, exchanged_with: str) -> str:
     partner = f"; it was exchanged with {exchanged_with}" if exchanged_with else ""
     return f"{place}: it holds {holds} (expected {expected}){partner}"
