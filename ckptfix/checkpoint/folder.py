@@ -357,6 +357,11 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
         message = f"{words}, not a format that ckptfix reads"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     words = describe_content(reader, json=name.role is not Role.WEIGHTS_INDEX)
+    is_of_torch = head.startswith((b"PK", b"\x80")) or looks_like_safetensors(head)
+    if is_scripts_own and name.suffix == ".bin" and words is None and not is_of_torch:
+        # Many programs write .bin: tokens in ``train.bin``, words in ``vocab.bin``.
+        message = "not a torch file, and no library looks for it by its name"
+        return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     if words == "a zip archive":
         words = "a torch zip file" if wants_safetensors else None
     elif looks_like_safetensors(head):

@@ -322,7 +322,11 @@ def missing_here(
     missing = compared(target.root, siblings, told, home=home)
     damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
     folder = diagnosis.folder
-    return (*missing, *diagnose_exchanged(folder, siblings, damaged), *surplus_objects(folder, siblings))
+    return (
+        *missing,
+        *diagnose_exchanged(folder, siblings, damaged, home=home),
+        *surplus_objects(folder, siblings, home=home),
+    )
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
@@ -348,7 +352,27 @@ def resume_problem(checkpoint: Path) -> str | None:
         report = check(checkpoint)
     except (CkptfixError, OSError) as error:
         return described(error)
-    return next((str(finding) for finding in report.all_findings if finding.stops_resume), None)
+    return next((str(finding) for finding in _stopping(report)), None)
+
+
+def _stopping(report: CheckReport) -> Iterator[Finding]:
+    """Yield the findings of a folder and of the models below it that stop a resume.
+
+    Next to weights that a library reads, nothing loads a file under a name of the script's own, such as ``tokens.bin``.
+    Alone it may be the model, which a hook of the script loads.
+    """
+    folder = report.folder
+    has_weights = any(
+        one.name.is_of_library or one.role in (Role.MODEL, Role.WEIGHTS_INDEX) for one in folder.components
+    ) or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values())
+    unread = {
+        one.path for one in folder.components if one.role is Role.UNKNOWN and not one.name.is_of_library
+    }
+    for finding in report.findings:
+        if finding.stops_resume and not (has_weights and finding.path in unread):
+            yield finding
+    for below in report.below:
+        yield from _stopping(below)
 
 
 def _says_why(finding: Finding) -> bool:

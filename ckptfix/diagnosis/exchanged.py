@@ -68,14 +68,18 @@ class _Neighbour(NamedTuple):
 
 
 def diagnose_exchanged(
-    folder: CheckpointFolder, siblings: Siblings, damaged: frozenset[PurePosixPath]
+    folder: CheckpointFolder,
+    siblings: Siblings,
+    damaged: frozenset[PurePosixPath],
+    *,
+    home: Path | None = None,
 ) -> Iterator[MisplacedEntry]:
     """Yield the models and optimizers that the checkpoints next to this one have under other names, or not at all.
 
     Only several of them can be exchanged; that a single one fits is judged by the folder itself. ``damaged``: files
-    with an error.
+    with an error. ``home``: where its neighbours are, for a copy of another folder.
     """
-    origin = Path(os.path.abspath(origin_of(folder.root)))
+    origin = Path(os.path.abspath(origin_of(home or folder.root)))
     if folder.only is not None or split_number(origin.name) is None:
         return
     lists = [
@@ -97,13 +101,17 @@ def diagnose_exchanged(
             yield from _misplaced(components[0].role, own, known)
 
 
-def surplus_objects(folder: CheckpointFolder, siblings: Siblings) -> Iterator[MisplacedEntry]:
+def surplus_objects(
+    folder: CheckpointFolder, siblings: Siblings, *, home: Path | None = None
+) -> Iterator[MisplacedEntry]:
     """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a file too many.
 
-    A script that registers one more has it in all later checkpoints, so that at an end of the run it is a note.
+    A script that registers one more has it in all later checkpoints, so that at an end of the run it is a note. So it
+    is where they have none: the script may have registered objects in this save alone.
+    ``home``: as of ``diagnose_exchanged``.
     """
     own = {one.name.index: one.path for one in folder.components if one.role is Role.CUSTOM}
-    origin = Path(os.path.abspath(origin_of(folder.root)))
+    origin = Path(os.path.abspath(origin_of(home or folder.root)))
     manifest = usable_manifest(folder.root)
     if not own or split_number(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
         return
@@ -112,10 +120,10 @@ def surplus_objects(folder: CheckpointFolder, siblings: Siblings) -> Iterator[Mi
     known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
     surplus = sorted(own.keys() - known)
     if near and surplus and known <= own.keys():
-        yield (MisplacedEntry if before and after else ChangedEntry)(
+        yield (MisplacedEntry if before and after and known else ChangedEntry)(
             path=own[surplus[0]],
-            holds=f"one of {count_of(len(own), 'custom object')}",
-            expected=f"{len(known)}, as in {_in_words(len(near))}",
+            holds="a custom object" if len(own) == 1 else f"one of {len(own)} custom objects",
+            expected=f"{len(known) or 'none'}, as in {_in_words(len(near))}",
             effect="load_state counts these files and fails",
             remedy="move the file out of the folder if the save did not write it",
         )

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from ckptfix import check
+from ckptfix import check, repair
 from ckptfix.storage import stores
 from tests.stores.servers import QUICK, upload_folder
 
@@ -135,6 +135,32 @@ def test_a_custom_object_that_no_checkpoint_next_to_it_has_is_told(tmp_path: Pat
     )
     assert "move the file out of the folder" in finding.advice
     assert [check(path).status for path in checkpoints].count(1) == (at == 1)
+
+
+def test_a_first_custom_object_between_checkpoints_without_any_is_a_note(tmp_path: Path) -> None:
+    """The script may have registered it in this save alone: a good checkpoint had a warning."""
+    for number in (1, 2, 3):
+        root = tmp_path / f"checkpoint_{number}"
+        shutil.copytree("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint", root)
+    torch.save({"decay": 2}, tmp_path / "checkpoint_2/custom_checkpoint_0.pkl")
+    (note,) = check(tmp_path / "checkpoint_2").findings
+    assert note.severity.value == "note"
+    assert str(note) == (
+        "custom_checkpoint_0.pkl: it holds a custom object (expected none, as in 2 checkpoints next to it)"
+    )
+
+
+def test_a_repaired_copy_keeps_the_findings_of_its_neighbours(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        root = tmp_path / f"run/checkpoint_{number}"
+        shutil.copytree("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint", root)
+        torch.save({"decay": 2}, root / "custom_checkpoint_0.pkl")
+    root = tmp_path / "run/checkpoint_2"
+    shutil.copy(root / "custom_checkpoint_0.pkl", root / "custom_checkpoint_1.pkl")
+    assert "wrong-state" in {finding.code for finding in check(root).findings}
+    receipt = repair(root, output=tmp_path / "copy")
+    assert receipt.steps
+    assert "wrong-state" in {finding.code for finding in receipt.left}
 
 
 def test_other_folders_are_no_neighbours(tmp_path: Path) -> None:

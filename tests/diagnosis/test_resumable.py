@@ -129,6 +129,12 @@ LOADED: dict[str, Change] = {
         root / "random_states_0.pkl", root / "random_states_1.pkl"
     ),
     "note of a user": lambda root: (root / "notes.txt").write_text("good"),
+    "tokens of a script": lambda root: (root / "tokens.bin").write_bytes(bytes(range(1, 250)) * 9),
+    "words of a script": lambda root: (root / "vocab.bin").write_text("the\nof\nand\n"),
+    "cut average of a script": lambda root: (root / "ema.pt").write_bytes(
+        (root / "optimizer.bin").read_bytes()[:900]
+    ),
+    "zeros of a script": lambda root: (root / "mask.bin").write_bytes(bytes(999)),
     "left copy": lambda root: shutil.copy(root / "optimizer.bin", root / "optimizer.bin.tmp"),
 }
 
@@ -154,6 +160,34 @@ def test_the_loader_the_check_and_the_choice_agree(
     assert f"resume from {expected}, the newest complete one" in out or (
         f"resume from {run / 'checkpoint_2'}: {expected} is newer, but check found problems" in out
     )
+
+
+def test_a_file_of_a_script_that_is_the_only_model(run: Path) -> None:
+    """Hooks of the script then save and load it: a cut one ends the resume."""
+    for number in (1, 2, 3):
+        root = run / f"checkpoint_{number}"
+        (root / "model_1.safetensors").unlink()
+        (root / "model.safetensors").unlink()
+        torch.save(torch.nn.Linear(4, 3).state_dict(), root / "net.pt")
+    assert latest_checkpoint(run) == run / "checkpoint_3"
+    os.truncate(run / "checkpoint_3" / "net.pt", 900)
+    with pytest.warns(UserWarning, match="passed over checkpoint_3"):
+        assert latest_checkpoint(run) == run / "checkpoint_2"
+
+
+def test_a_file_of_a_script_that_is_no_file_of_torch(run: Path, said: Said) -> None:
+    tokens = run / "checkpoint_3" / "tokens.bin"
+    tokens.write_bytes(bytes(range(1, 250)) * 9)
+    assert check(run / "checkpoint_3").status == 0
+    words = "not a torch file, and no library looks for it by its name"
+    assert f"tokens.bin: {words}" in check(run / "checkpoint_3").not_checked
+    status, _, error = said("check", tokens)
+    assert (status, f"{tokens} is {words}" in error) == (2, True)
+    for name in ("pytorch_model.bin", "adapter_model.bin", "optimizer_2.bin"):
+        shutil.copy(tokens, run / "checkpoint_3" / name)
+        report = check(run / "checkpoint_3")
+        assert "not-a-tensor-file" in {finding.code for finding in report.findings}
+        (run / "checkpoint_3" / name).unlink()
 
 
 def test_a_duplicate_that_every_checkpoint_of_its_script_has(tmp_path: Path) -> None:
