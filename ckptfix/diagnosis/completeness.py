@@ -4,7 +4,7 @@ import os
 import re
 import time
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -556,7 +556,32 @@ def compared(
                 known_by=f"{having} of {len(near)} checkpoints next to it have {'it' if len(files) == 1 else 'them'}",
                 of_trainer=PurePosixPath(TRAINER_STATE) in names,
                 misnamed=hidden.get(lost[0], ""),
+                may_be_dropped=is_first_or_last
+                and lost[0] not in hidden
+                and not any(_is_shown(part, own, examples) for part in lost),
             )
+
+
+def _is_shown(lost: Part, own: Collection[Part], near: Collection[Part]) -> bool:
+    """Return whether the other files of a complete save show that it had a part, which checkpoints next to it have.
+
+    A later entry of the role shows it, and so does an optimizer without its model, or a model or a scheduler without
+    its optimizer. ``save_state`` writes custom objects last, so that a killed save lacks them.
+    """
+    role, index = lost
+    have, expected = (Counter(part[0] for part in parts) for parts in (own, near))
+
+    def outnumber(more: Role) -> bool:
+        return have[more] > have[role] and expected[more] <= expected[role]
+
+    return (
+        role is Role.CUSTOM
+        or any(part[0] is role and part[1] > index for part in own)
+        or any(map(outnumber, _SHOWN_BY.get(role, ())))
+    )
+
+
+_SHOWN_BY = {Role.MODEL: (Role.OPTIMIZER,), Role.OPTIMIZER: (Role.MODEL, Role.SCHEDULER)}
 
 
 def _under_name_of_trainer(lost: str, names: Collection[PurePosixPath]) -> str:

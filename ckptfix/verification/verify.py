@@ -213,7 +213,9 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
 
 def forbids_seal(finding: Finding) -> bool:
     """Return whether a folder with this should not be sealed: an error, a cut save, or a file that a load needs."""
-    is_incomplete = isinstance(finding, IncompleteCheckpoint) and finding.stops_resume
+    is_incomplete = isinstance(finding, IncompleteCheckpoint) and (
+        finding.stops_resume or finding.may_be_dropped
+    )
     return is_incomplete or finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 

@@ -111,8 +111,6 @@ REFUSED: dict[str, Change] = {
     "last model": gone("model_1.safetensors"),
     "first optimizer": gone("optimizer.bin"),
     "last optimizer": gone("optimizer_1.bin"),
-    "last scheduler": gone("scheduler_1.bin"),
-    "all schedulers": gone("scheduler.bin", "scheduler_1.bin"),
     "all optimizers": gone("optimizer.bin", "optimizer_1.bin"),
     "optimizer in a folder": folder("optimizer.bin"),
     "renamed optimizer": lambda root: (root / "optimizer_1.bin").rename(root / "optimizer_1 (1).bin"),
@@ -199,14 +197,40 @@ def test_a_duplicate_that_every_checkpoint_of_its_script_has(tmp_path: Path) -> 
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint_2"
 
 
-def test_a_script_that_dropped_an_optimizer_loses_two_saves_at_most(run: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("scheduler_1.bin",),
+        ("scheduler.bin", "scheduler_1.bin"),
+        ("optimizer_1.bin", "scheduler_1.bin", "model_1.safetensors"),
+    ],
+)
+def test_a_script_that_dropped_an_object_loses_no_save(run: Path, names: tuple[str, ...]) -> None:
+    """The first checkpoint without it was passed over, so that the run resumed from the objects of the old script."""
     for number in (4, 5, 6):
-        shutil.copytree(run / "checkpoint_3", run / f"checkpoint_{number}")
-        gone("optimizer_1.bin", "scheduler_1.bin", "model_1.safetensors")(run / f"checkpoint_{number}")
+        root = run / f"checkpoint_{number}"
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        accelerator, _, _ = prepared()
+        for kind, objects in (
+            ("model", accelerator._models),
+            ("optimizer", accelerator._optimizers),
+            ("scheduler", accelerator._schedulers),
+        ):
+            del objects[2 - sum(name.startswith(kind) for name in names) :]
+        accelerator.save_state(str(root))
+        assert {path.name for path in (run / "checkpoint_3").iterdir()} - {
+            path.name for path in root.iterdir()
+        } == {*names}
+        accelerator.load_state(str(root))
         choice = choose(run)
         assert choice is not None
         assert choice.best is not None
-        assert choice.best.number == (3 if number == 4 else number)
+        assert choice.best.number == number
+        if number == 4:
+            # A lost file would look the same.
+            assert check(root).status == 1
+    assert check(run / "checkpoint_5").status == 0
 
 
 def test_a_file_of_the_trainer_that_it_starts_anew(tmp_path: Path) -> None:

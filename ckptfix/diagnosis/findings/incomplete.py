@@ -65,7 +65,8 @@ class IncompleteCheckpoint(Finding):
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
     ``is_wrong``: the problem is what the file holds, and says what a load does. ``misnamed``: a file under
-    another name that may be the missing one.
+    another name that may be the missing one. ``may_be_dropped``: the script may no longer prepare these objects, as
+    only earlier or only later checkpoints have them, and no other file here shows that it does.
     """
 
     code = "incomplete-checkpoint"
@@ -83,12 +84,13 @@ class IncompleteCheckpoint(Finding):
     problem: str = ""
     is_wrong: bool = False
     misnamed: str = ""
+    may_be_dropped: bool = False
 
     @property
     def stops_resume(self) -> bool:
         """True when ``load_state`` fails without the files. It takes new random states, and the Trainer new states."""
         return (
-            not (self.of_trainer or self.problem)
+            not (self.of_trainer or self.problem or self.may_be_dropped)
             and self.severity is not Severity.NOTE
             and any(map(_is_required, self.missing))
         )
