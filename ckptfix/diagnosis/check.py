@@ -274,16 +274,14 @@ def check(
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
-        bare = judge_bare(folder, resume_problem) if not pending else None
+        grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
+        bare = judge_bare(folder, grouped.once(resume_problem)) if not pending else None
         if bare is None and not pending and not _is_pipeline(folder):
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
-    lacking: tuple[Finding, ...] = ()
-    if bare is not None:
-        lacking = bare.beyond(diagnosis.findings)
-    else:
-        grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
-        lacking = missing_here(target, diagnosis, grouped)
+    lacking = (
+        bare.beyond(diagnosis.findings) if bare is not None else missing_here(target, diagnosis, grouped)
+    )
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have some.

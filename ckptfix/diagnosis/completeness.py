@@ -433,7 +433,19 @@ class Siblings:
                 self._paths[path.parent, stem].append((number, path.name))
         self._above = frozenset(given) if is_recursive else frozenset()
         self._runs: OrderedDict[tuple[Path, str], _Run] = OrderedDict()
+        self._problems: dict[Path, str | None] = {}
         self._lock = Lock()
+
+    def once(self, problem_of: Callable[[Path], str | None]) -> Callable[[Path], str | None]:
+        """Return a function that looks at each checkpoint once: each bare one of a run asks about the same others."""
+
+        def look(checkpoint: Path) -> str | None:
+            # Without a lock: its holder would wait for the threads that wait for the lock. Two may look at once.
+            if checkpoint not in self._problems:
+                self._problems[checkpoint] = problem_of(checkpoint)
+            return self._problems[checkpoint]
+
+        return look
 
     def around(self, folder: Path) -> tuple[list[_Sibling], list[_Sibling]]:
         """Return the nearest saves before a numbered checkpoint and after it, the nearest first."""
@@ -570,14 +582,10 @@ def _is_shown(lost: Part, own: Collection[Part], near: Collection[Part]) -> bool
     """
     role, index = lost
     have, expected = (Counter(part[0] for part in parts) for parts in (own, near))
-
-    def outnumber(more: Role) -> bool:
-        return have[more] > have[role] and expected[more] <= expected[role]
-
-    return (
-        role is Role.CUSTOM
-        or any(part[0] is role and part[1] > index for part in own)
-        or any(map(outnumber, _SHOWN_BY.get(role, ())))
+    if role is Role.CUSTOM or any(part[0] is role and part[1] > index for part in own):
+        return True
+    return any(
+        have[more] > have[role] and expected[more] <= expected[role] for more in _SHOWN_BY.get(role, ())
     )
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 import ckptfix
 from ckptfix import check, latest_checkpoint
-from ckptfix.checkpoint.latest import Candidate
+from ckptfix.checkpoint.latest import Candidate, incomplete
 from ckptfix.cli import run
 from ckptfix.cli.check import Runs
 from ckptfix.diagnosis import completeness
@@ -236,6 +237,27 @@ def test_folders_of_pictures_and_of_finished_models_are_none(tmp_path: Path, fam
         check(pictures)
     leave(tmp_path / "logs" / f"{family}7")
     assert "logs" not in said("check", "-r", tmp_path)[1]
+
+
+def test_damaged_checkpoints_next_to_bare_ones_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each bare one asked about all damaged ones: 10 of either were checked 100 times."""
+    for number in range(1, 5):
+        os.truncate(save(tmp_path / f"checkpoint_{number}") / "model.safetensors", 100)
+        leave(tmp_path / f"checkpoint_{number + 4}")
+    looks: Counter[str] = Counter()
+
+    def counting(checkpoint: Path, *, reads_files: bool = True) -> str | None:
+        looks[checkpoint.name] += reads_files
+        return incomplete(checkpoint, reads_files=reads_files)
+
+    monkeypatch.setattr("ckptfix.diagnosis.check.incomplete", counting)
+    siblings = completeness.Siblings()
+    for number in range(1, 9):
+        assert check(tmp_path / f"checkpoint_{number}", siblings=siblings).status == 1
+    assert looks.keys() == {f"checkpoint_{number}" for number in range(1, 9)}
+    assert max(looks.values()) == 1
 
 
 def test_pictures_make_no_checkpoint_of_the_trainer(tmp_path: Path) -> None:
