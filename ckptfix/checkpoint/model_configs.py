@@ -10,7 +10,13 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import NOT_STATES, is_one_of_several, parse_dcp_name, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    TRAINER_STATE,
+    is_one_of_several,
+    parse_dcp_name,
+    parse_file_name,
+)
 from ckptfix.dataclass import dataclass
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start, walk
@@ -227,8 +233,12 @@ def lost_models(
 
 
 def lost_model(root: Path) -> LostModel | None:
-    """Return the model that the config of a folder itself records, where no weights are in or below the folder."""
-    for name in (ADAPTER, CONFIG):
+    """Return the model that the config of a folder itself records, where no weights are in or below the folder.
+
+    PEFT writes the config of an adapter together with its weights. ``config.json`` alone, also next to a tokenizer, may
+    be all that a repository has: ``from_config`` makes a new model of it. The Trainer's state shows that one was saved.
+    """
+    for name in (ADAPTER, *((CONFIG,) if (root / TRAINER_STATE).exists() else ())):
         lost = _recorded_model(root, PurePosixPath(name), is_alone=True)
         if lost is not None and not may_hold_weights(root):
             return lost

@@ -125,7 +125,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
     And those that are named as checkpoints and hold no weights (``is_bare``): a save that was killed leaves them. And
-    pipelines of diffusers that lack one of their models, and ``path`` itself where it has the config of a model alone.
+    pipelines of diffusers that lack one of their models, and ``path`` itself where ``lost_model`` finds one.
 
     Each is yielded while the others are still being listed: there may be 100,000 of them.
     Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from ckptfix import check
 from ckptfix.diagnosis.findings.incomplete import MissingModel
@@ -159,6 +159,9 @@ def test_a_config_without_its_weights(
     (folder / weights).unlink()
     for tokenizer in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / tokenizer).write_text("{}")
+    if name != "lora":
+        # Without this the folder may be a repository of configs alone.
+        (folder / "trainer_state.json").write_text('{"global_step": 2}')
     # PEFT asks the hub for what the folder lacks, and refuses its path as the name of a repository.
     with pytest.raises((OSError, ValueError)):
         _load(name, folder, made)
@@ -173,6 +176,28 @@ def test_a_config_without_its_weights(
     assert said("repair", folder)[0] == 1
     status, _, error = said("salvage", folder, tmp_path / "new")
     assert (status, "nothing to salvage: this folder has no weights" in error) == (3, True)
+
+
+@pytest.mark.parametrize("name", ["bert", "lone/unet"])
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_repository_of_a_config_and_a_tokenizer_is_no_checkpoint(
+    made: Path, tmp_path: Path, said: Said, name: str, has_tokenizer: bool
+) -> None:
+    """It has all that its users load, and was called a model that lost its weights."""
+    folder = Path(shutil.copytree(made / name, tmp_path / "config"))
+    (folder / ALONE[name][0]).unlink()
+    if has_tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    if name == "bert":
+        AutoModel.from_config(AutoConfig.from_pretrained(folder))
+    else:
+        diffusers.UNet2DModel.from_config(diffusers.UNet2DModel.load_config(folder))
+    for arguments in (("check", folder), ("check", "-r", folder), ("repair", folder)):
+        status, _, error = said(*arguments)
+        assert (status, "checkpoint" in error) == (2, True)
+    shards = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert said("check", folder)[0] == 1
 
 
 def test_configs_below_another_folder_are_left_alone(made: Path, tmp_path: Path, said: Said) -> None:
