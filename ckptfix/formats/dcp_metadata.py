@@ -168,6 +168,11 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
     if tree.last_memo > len(tree.data):
         # CPython keeps the memo in an array as long as its highest entry: a MemoryError for 0x65616368.
         raise FormatError(f"the pickle writes memo entry {tree.last_memo}, which no pickler does")
+    if any(node.kind is Kind.NEW and type(node.args) is not tuple for node in tree.calls):
+        # Such as True: an EMPTY_TUPLE with one changed bit or byte.
+        raise FormatError(
+            "the pickle makes an object of arguments that are not a tuple, so pickle.load fails"
+        )
     unknown = [pair for pair in tree.globals if not _is_known(*pair)]
     for module, name in unknown:
         # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not exist.

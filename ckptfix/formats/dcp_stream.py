@@ -395,7 +395,7 @@ class _Reader:
             elif _is_class(head, "MetadataIndex"):
                 one = self._place
         if one is None or not one():
-            machine.stack[-1] = Node(Kind.NEW, head, args)
+            machine.stack[-1] = machine.call(Kind.NEW, head, args)
             machine.refused.add(0x81)
             machine.position += 1
             return

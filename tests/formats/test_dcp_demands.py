@@ -97,6 +97,14 @@ def with_an_item_of_an_object(data: bytes) -> bytes:
     return data[:at] + b"a" + data[at + 1 :]
 
 
+def with_arguments_that_are_true(data: bytes) -> bytes:
+    """Let the arguments of the StorageMeta be True, where an empty tuple was."""
+    opcodes = list(pickletools.genops(data))
+    first = next(number for number, (_, arg, _) in enumerate(opcodes) if arg == "StorageMeta")
+    at = next(at for opcode, _, at in opcodes[first:] if opcode.name == "EMPTY_TUPLE" and at is not None)
+    return data[:at] + b"\x88" + data[at + 1 :]
+
+
 METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown dtype": (replaced(b"\x8c\x05int64", b"\x8c\x05int66"), "unchecked-file"),
     "an unknown class": (replaced(b"_StorageInfo", b"_StorageInfp"), "unchecked-file"),
@@ -107,6 +115,7 @@ METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a number in the path of the save": (with_a_number_in_the_path, "malformed-file"),
     "a buffer": (with_a_buffer, "malformed-file"),
     "an item of an object": (with_an_item_of_an_object, "malformed-file"),
+    "arguments that are no tuple": (with_arguments_that_are_true, "malformed-file"),
     "no storage_data": (replaced(b"storage_data", b"storage_dat_"), "malformed-file"),
 }
 

@@ -45,8 +45,8 @@ _SWAPPED = (b"R", b"\x81", b"b", b"s", b"a", b"\x85", b"\x86", b"t", b"u", b"e")
 """What an opcode becomes: values, globals that torch allows, and opcodes without an operand."""
 
 _UNREADABLE = (
-    zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, IndexError, struct.error, zlib.error,
-    lzma.LZMAError,
+    zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, IndexError, OverflowError, struct.error,
+    zlib.error, lzma.LZMAError,
 )  # fmt: skip
 """Errors of ``zipfile`` and ``pickletools`` for changed records; for one marked as encrypted it is a RuntimeError."""
 
