@@ -14,7 +14,7 @@ from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.bundled_optimizers import bundles_of, diagnose_bundles, unchecked_bundles
+from ckptfix.diagnosis.bundled_optimizers import bundles_of, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
@@ -239,8 +239,8 @@ def diagnose(
             folder, sharded, unreliable, optimizers, has_deepspeed=bool(deepspeed)
         )
         findings += of_optimizers.findings
-        bundles = [bundle for bundle in bundles_of(folder) if bundle.path not in unreliable]
-        findings += diagnose_bundles(bundles)
+        bundles = list(bundles_of(folder, unreliable))
+        findings += (finding for bundle in bundles for finding in bundle.findings)
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
         trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:

@@ -66,8 +66,7 @@ class Weights:
     """The weights that optimizers are compared with. ``is_complete``: nothing else in the folder may hold some.
 
     ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
-    number. ``is_of_trainer``: in a folder of the Trainer. ``are_of_file``: in the file of the optimizer itself.
-    ``are_trained``: they may be the trained ones alone. ``are_converted``: parameters may have other shapes, with as
+    number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``: parameters may have other shapes, with as
     many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list. ``empty``: the
     file of a model without a tensor, "" where a model has some.
     """
@@ -78,8 +77,6 @@ class Weights:
     tensors: int
     is_complete: bool
     is_of_trainer: bool = False
-    are_of_file: bool = False
-    are_trained: bool = False
     are_converted: bool = False
     are_adapter: bool = False
     empty: str = ""
@@ -124,7 +121,7 @@ def diagnose_optimizers(
     for optimizer in optimizers:
         findings = list(judge(optimizer, weights, _named(folder, optimizer)))
         report.findings.extend(findings)
-        why = weights.why_not_compared(_without_reduced(optimizer)) if not findings else ""
+        why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             report.unchecked.append(f"whether {optimizer.path} fits the weights: {why}")
     return report
@@ -132,11 +129,11 @@ def diagnose_optimizers(
 
 def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:
     """Yield what is wrong with an optimizer in itself, and against the weights. ``names``: parameter -> key."""
-    saved = _without_reduced(saved)
+    saved = without_reduced(saved)
     findings = [*contradictions(saved), *_of_shapes(saved, weights, names)]
     # Moments that are known to be wrong would be reported again, as those of parameters without weights.
     if saved.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
-        findings += _of_weights(_trained(saved, weights) if weights.are_of_file else saved, weights)
+        findings += _of_weights(saved, weights)
     for finding in findings:
         yield replace(finding, key=saved.key) if saved.key else finding
 
@@ -245,7 +242,7 @@ def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
     return dict(zip(one.parameters, names, strict=True))
 
 
-def _without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
+def without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
     """Return an optimizer without the moments that its class keeps smaller than its parameters.
 
     Adam-mini is a subclass of AdamW with a second moment for each row. Damage does not reduce every parameter alike.
@@ -443,27 +440,8 @@ def _of_shapes(one: SavedOptimizer, weights: Weights, names: Mapping[str, str]) 
         yield MismatchedMoments(path=one.path, parameters=tuple(wrong), shape=shape, expected=expected_shape)
 
 
-def _trained(saved: SavedOptimizer, weights: Weights) -> SavedOptimizer:
-    """Return an optimizer with the parameters that must have weights in its own file.
-
-    A script may save a single number, such as SAC's log_alpha, as a plain number. Of weights that are not known to be
-    all of a module, as those of adapters, frozen parameters in the optimizer may have been left out.
-    """
-    numbers = {
-        name
-        for name, states in saved.states.items()
-        if any(shape is not None and prod(shape) == 1 for state, shape in states.items() if state in SHAPED)
-    }
-    states = {name: of_name for name, of_name in saved.states.items() if name not in numbers}
-    groups = tuple(
-        tuple(name for name in group if name not in numbers and (states.get(name) or not weights.are_trained))
-        for group in saved.groups
-    )
-    return replace(saved, states=states, groups=groups)
-
-
 def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFinding]:
-    """Yield the parameters that no weights of a ``save_state`` folder, or of the same file, belong to."""
+    """Yield the parameters that no weights of a ``save_state`` folder or of the Trainer belong to."""
     is_of_trainer = str(one.path) == _OF_TRAINER
     if not weights.is_complete or is_of_trainer is not weights.is_of_trainer:
         return

@@ -100,6 +100,20 @@ def problem_of_array_states(function: tuple[str, str], node: Node) -> str:
     return ""
 
 
+def shape_of_array(node: Node) -> tuple[int, ...] | None:
+    """Return the shape of an array of numpy, None where it does not show."""
+    if node.states:
+        values = members(node.states[-1])
+        shape = values[-4] if len(values) in (4, 5) else None
+    else:
+        # ``_frombuffer(buffer, dtype, shape, order)``
+        shape = node.args[2] if type(node.args) is tuple and len(node.args) == 4 else None
+    sizes = members(shape)
+    if kind_of(shape) not in ("tuple", "torch.Size") or not all(type(size) is int for size in sizes):
+        return None
+    return tuple(sizes)
+
+
 def _holds_objects(dtype: Any) -> bool | None:
     """Return whether an element of a dtype is or has a Python object, None where that does not show."""
     waiting = [dtype]

@@ -167,27 +167,34 @@ def layers(*widths: int) -> Any:
 @pytest.mark.parametrize("is_named", [False, True])
 def test_an_optimizer_of_another_model_is_told(tmp_path: Path, pack: str, is_named: bool) -> None:
     model = layers(4, 5, 5, 3)
-    for other in (layers(4, 6, 6, 3), layers(4, 5, 5, 5, 3)):
-        for is_trained in (True, False):
-            optimizer = torch.optim.AdamW(other.named_parameters() if is_named else other.parameters())
-            state = trained(other, optimizer) if is_trained else optimizer.state_dict()
-            findings = found(tmp_path / "last.pt", PACKS[pack](model.state_dict(), state))
-            # Before the first step only the number of parameters shows the model.
-            is_told = is_trained or len(list(other.parameters())) > 6
-            codes = [words.partition(":")[0] for words in findings]
-            assert codes in ([["unsaved-parameters"], ["mismatched-moments"]] if is_told else [[]])
+    optimizers_of_others: dict[str, tuple[Any, list[str]]] = {
+        "a resized layer": (layers(4, 5, 5, 7), ["mismatched-moments" if is_named else "unsaved-parameters"]),
+        "a layer more": (layers(4, 5, 5, 5, 3), ["mismatched-moments" if is_named else "unsaved-parameters"]),
+        "another width": (layers(4, 6, 6, 3), []),
+        "a layer less": (layers(4, 5, 3), ["mismatched-moments"] if is_named else []),
+    }
+    path = tmp_path / "last.pt"
+    for other, expected in optimizers_of_others.values():
+        optimizer = torch.optim.AdamW(other.named_parameters() if is_named else other.parameters())
+        fresh = PACKS[pack](model.state_dict(), optimizer.state_dict())
+        # Before the first step nothing shows the model: frozen weights may have been left out of the file.
+        assert found(path, fresh) == []
+        assert "no moments" in unchecked(path)[0]
+        bundle = PACKS[pack](model.state_dict(), trained(other, optimizer))
+        assert [words.partition(":")[0] for words in found(path, bundle)] == expected
+        assert bool(unchecked(path)) is not bool(expected)
 
 
 def test_an_optimizer_of_another_model_next_to_several_models(tmp_path: Path) -> None:
-    generator, critic, other = layers(4, 5, 3), layers(3, 7, 1), layers(4, 6, 3)
+    generator, critic, other = layers(4, 5, 6, 3), layers(3, 7, 1), layers(4, 5, 6, 2)
     states = [trained(model, torch.optim.Adam(model.parameters())) for model in (generator, critic, other)]
     models = {"G": generator.state_dict(), "D": critic.state_dict()}
     path = tmp_path / "gan.pt"
     assert found(path, {**models, "opt_G": states[0], "opt_D": states[1]}) == []
     assert unchecked(path) == ["which model each optimizer inside 'gan.pt' trains: the file has several"]
     assert found(path, {**models, "opt_G": states[2], "opt_D": states[1]}) == [
-        "unsaved-parameters: gan.pt: opt_G: does not fit the weights (expected the parameters of 8 tensors of shapes "
-        "[1], [1, 7], [3] and 5 more; found 4 parameters of shapes [3], [3, 6], [6] and 1 more)"
+        "unsaved-parameters: gan.pt: opt_G: does not fit the weights (expected the parameters of 10 tensors of shapes "
+        "[1], [1, 7], [3] and 7 more; found 6 parameters of shapes [2], [2, 6], [5] and 3 more)"
     ]
     # Exchanged optimizers fit the models of the file.
     assert found(path, {**models, "opt_G": states[1], "opt_D": states[0]}) == []
@@ -203,6 +210,8 @@ def test_a_module_without_weights_in_the_file_is_told(tmp_path: Path) -> None:
         "unsaved-parameters: last.pt: optimizer: it has moments of shapes [2], [2, 7, 9], and no weights have such a "
         "shape (6 parameters in the optimizer, 4 tensors of weights)"
     ]
+    trained_alone = {"shadow": {f"module.{name}": value.detach() for name, value in model.named_parameters()}}
+    assert len(found(path, {"model": model.state_dict(), "optimizer": state, "ema": trained_alone})) == 1
     assert "save the state_dict() of that module, too" in check(path).findings[0].advice
     for bundle in ({"loss": loss.state_dict()}, {"tensors": [loss.weight, loss.bias]}):
         assert found(path, {"model": model.state_dict(), "optimizer": state, **bundle}) == []
@@ -288,8 +297,8 @@ def test_flat_moments_and_files_without_a_model_are_not_compared(tmp_path: Path)
     torch.save({"optimizer": state, "epoch": 3}, tmp_path / "alone.pt")
     torch.save(net().state_dict(), tmp_path / "weights.pt")
     assert unchecked(tmp_path) == [
-        "optimizers inside 'alone.pt' against weights: the file has no model's state dict that can be read",
-        "optimizers inside 'last.pt' against weights: their moments are flattened or cut",
+        "optimizers inside 'alone.pt: optimizer' against weights: the file has no weight matrices",
+        "optimizers inside 'last.pt: optimizer' against weights: their moments are vectors, as flattened ones are",
     ]
 
 
