@@ -27,8 +27,7 @@ from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnknownSt
 from ckptfix.diagnosis.optimizer_states import Weights, judge, without_reduced
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, optimizers_in_file
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_arrays import shape_of_array
-from ckptfix.formats.pickle_kinds import kind_of
+from ckptfix.formats.pickle_arrays import is_array, shape_of_array
 from ckptfix.formats.pickle_tree import Node, Text, every_node
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import MAX_LIST, NameList, PickledStateDict, name_lists, optimizers
@@ -386,7 +385,7 @@ def _shapes(file: TorchFile, without: Sequence[Node]) -> Counter[Shape] | None:
             shapes[tensor.shape] += 1
             # A parameter is made of a tensor.
             inside.update(map(id, node.args if type(node.args) is tuple else ()))
-        elif kind_of(node) == "numpy.ndarray":
+        elif is_array(node):
             shape = shape_of_array(node)
             if shape is None:
                 return None

@@ -750,6 +750,13 @@ def test_healthy(tmp_path: Path, write: Callable[[Run], Files]) -> None:
         assert problems(target) == [], target.name
 
 
+def test_arrays_of_pickle_protocol_5_are_weights(tmp_path: Path) -> None:
+    for spoil in (None, resized):
+        (bundle,) = modules_of_arrays(Run(spoil)).values()
+        torch.save(bundle, tmp_path / "agent.pt", pickle_protocol=5)
+        assert bool(problems(tmp_path)) is (spoil is resized)
+
+
 @pytest.mark.parametrize("spoil", [resized, wider, deeper], ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
 def test_the_optimizer_of_another_model(
