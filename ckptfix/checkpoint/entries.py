@@ -47,6 +47,7 @@ class ModelFiles:
     stale_of: PurePosixPath | None = None
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict, repr=False)
     _parted: list[tuple[PartedTensor, ...]] = field(default_factory=list, repr=False)
 
     @property
@@ -124,7 +125,7 @@ class ModelFiles:
             return scope.names
         key = scope.path, scope.kind
         if key not in self._joint:
-            names = concatenated.from_iterable(same.names for same in self._same(scope))
+            names = concatenated.from_iterable(same.names for same in self._same(key))
             self._joint[key] = tuple(dict.fromkeys(names) if self.is_in_parts else names)
         return self._joint[key]
 
@@ -135,14 +136,16 @@ class ModelFiles:
         """
         key = scope.path, scope.kind
         if key not in self._chains:  # asked for by each of 1,000 shards, for all of them
-            self._chains[key] = shared_chain(same.chain for same in self._same(scope) if same.names)
+            self._chains[key] = shared_chain(same.chain for same in self._same(key) if same.names)
         return self._chains[key]
 
-    def _same(self, scope: NameScope) -> Iterator[NameScope]:
-        for member in self.members:
-            for other in member.scopes:
-                if (other.path, other.kind) == (scope.path, scope.kind):
-                    yield other
+    def _same(self, key: tuple[tuple[str, ...], str]) -> Sequence[NameScope]:
+        if not self._scopes:
+            # Sorted once: each of 5,000 state dicts in one file looked at all of them.
+            for member in self.members:
+                for scope in member.scopes:
+                    self._scopes.setdefault((scope.path, scope.kind), []).append(scope)
+        return self._scopes.get(key, ())
 
 
 def stored_size(files: Iterable[Component]) -> int:

@@ -312,6 +312,9 @@ class Evidence:
             yield "the manifest lists two classes for them"
         if size == 0:
             yield "they hold no byte that could differ"
+        if self._entries > MAX_ENTRIES:
+            yield f"the folder has more than {MAX_ENTRIES} models and optimizers, which are not matched"
+            return
         remaining = self._remaining(entry)
         for path, facts in self.optimizers.items():
             if not self._fits(facts, remaining) and self._fits(facts, (*remaining, entry)):
@@ -546,6 +549,11 @@ class Evidence:
         return self._known[model.path]
 
     @cached_property
+    def _entries(self) -> int:
+        roles = (Role.MODEL, Role.OPTIMIZER)
+        return sum(len(entries) for role in roles for entries in self.folder.entries(role))
+
+    @cached_property
     def optimizers(self) -> dict[PurePosixPath, OptimizerFacts]:
         """The optimizers whose state can be read, in order."""
         found: dict[PurePosixPath, OptimizerFacts] = {}
@@ -574,6 +582,9 @@ class Evidence:
         models = self.manifest.models if self.manifest is not None else ()
         return next((recorded for recorded in models if recorded.file == str(entry.path)), None)
 
+
+MAX_ENTRIES = 128
+"""Most models and optimizers that are matched with each other: with 1,200 of them a check took minutes."""
 
 _NARROW = ("BF16", "F16", "F8_", "F6_", "F4")
 """Dtypes in which the steps of a usual learning rate can be lost: bf16 numbers next to 1 are 0.8 % apart."""

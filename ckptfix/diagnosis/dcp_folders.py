@@ -150,7 +150,7 @@ def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> 
         if isinstance(key, int) and len(absent) == len(paths):
             held = [item for path in absent for item in items[path]]
             names = tuple(dict.fromkeys(item.fqn for item in held))
-            elsewhere = len(tensors.difference(names))
+            elsewhere = len(tensors) - len({item.fqn for item in held if item.offsets is not None})
             yield MissingRank(
                 path=absent[0], rank=key, files=len(absent), items=len(held), holds=names, elsewhere=elsewhere
             )
@@ -442,20 +442,20 @@ def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place,
             names, wrappers = _unwrapped(place), len(prepared(place.scope.chain))
             fewest[names] = min(wrappers, fewest.get(names, wrappers))
     found = {}
-    for number, place in enumerate(every if evidence else ()):
-        wrappers = len(prepared(place.scope.chain))
-        before = (
-            other for other in every[:number] if other.state is place.state and other.scope.kind == STATE_DICT
-        )
+    before: dict[
+        tuple[PurePosixPath, frozenset[str]], int
+    ] = {}  # wrappers of earlier ones in the same folder
+    for place in every if evidence else ():
+        wrappers, names = len(prepared(place.scope.chain)), _unwrapped(place)
+        earlier = before.get((place.state.path, names), wrappers)
         if (
             is_nested(place.scope.chain)
-            and not (place.scope.is_model and fewest[_unwrapped(place)] < wrappers)
-            and not any(
-                len(prepared(other.scope.chain)) < wrappers and _unwrapped(other) == _unwrapped(place)
-                for other in before
-            )
+            and not (place.scope.is_model and fewest[names] < wrappers)
+            and earlier >= wrappers
         ):
             found[place] = evidence
+        if place.scope.kind == STATE_DICT:
+            before[place.state.path, names] = min(earlier, wrappers)
     return found
 
 

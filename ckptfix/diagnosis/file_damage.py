@@ -686,6 +686,8 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         or folder.has_file(TRAINER_STATE)
         or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
     )
+    of_kind: dict[tuple[Content, Content | None], dict[int, str]] = {}
+    """First file that can be exchanged with a problem of a kind, by its number: 3,000 problems can have as many."""
     for path, problem in problems.items():
         # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off (transformers 5.23).
         if problem is NO_TENSORS and tag:
@@ -697,22 +699,26 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
                 remedy=f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py",
             )
             continue
-        # The right state is where this one belongs. The file of a custom object may rightly hold anything.
-        partners = [
-            (names[partner].index != names[path].index, str(partner))
-            for partner, content in contents.items()
-            if content is problem.expected
-            and (
-                (partner in problems and problems[partner].expected is problem.content)
-                or (
-                    names[partner].role is Role.CUSTOM
-                    and (problem.content is None or content is Content.RANDOM_STATES)
-                    # A custom object is often a module: its weights prove no exchange.
-                    and content is not Content.MODEL
+        kind = problem.expected, problem.content
+        if kind not in of_kind:
+            # The right state is where this one belongs. The file of a custom object may rightly hold anything.
+            partners = [
+                partner
+                for partner, content in contents.items()
+                if content is problem.expected
+                and (
+                    (partner in problems and problems[partner].expected is problem.content)
+                    or (
+                        names[partner].role is Role.CUSTOM
+                        and (problem.content is None or content is Content.RANDOM_STATES)
+                        # A custom object is often a module: its weights prove no exchange.
+                        and content is not Content.MODEL
+                    )
                 )
-            )
-        ]
-        exchanged_with = min(partners)[1] if partners else ""
+            ]
+            of_kind[kind] = {names[partner].index: str(partner) for partner in sorted(partners, reverse=True)}
+        by_number = of_kind[kind]
+        exchanged_with = by_number.get(names[path].index) or min(by_number.values(), default="")
         is_judged = (
             problem is NO_TENSORS
             or (is_of_library and not problem.may_be_of_script)

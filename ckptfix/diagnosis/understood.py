@@ -22,7 +22,6 @@ from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.optimizer_kinds import name_of
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, count_of, few, human_size, line, series
@@ -199,7 +198,7 @@ def understand(diagnosis: Diagnosis) -> Understood:
         problems.append(lost)
     return Understood(
         models=described,
-        optimizers=tuple(_optimizer(one, diagnosis) for one in diagnosis.optimizers),
+        optimizers=tuple(_optimizers(diagnosis)),
         config=config,
         processes=manifest.world_size if manifest is not None else _processes(folder),
         step=progress.step,
@@ -290,24 +289,25 @@ def _bytes_of(dtype: str, shape: Iterable[int]) -> int:
     return prod(shape) * DTYPE_BITS.get(dtype, 0) // 8
 
 
-def _optimizer(saved: SavedOptimizer, diagnosis: Diagnosis) -> UnderstoodOptimizer:
-    state = next((one for one in diagnosis.sharded if one.path == saved.path), None)
-    sizes = {str(one.path): one.size for one in diagnosis.folder.components if one.path == saved.path}
-    if state is not None:
-        sizes = _sizes(state)
-    states = {name: None for own in saved.states.values() for name in own}
-    # Before the first step there are only options, and a wrapper such as SAM has those of what it wraps.
-    is_shown = bool(states.keys() - {"step"}) or saved.is_plain
-    return UnderstoodOptimizer(
-        path=saved.path,
-        key=saved.key,
-        kind=_recorded(diagnosis.manifest, str(saved.path), sizes)
-        or (name_of(saved.options, states) if is_shown else ""),
-        format="DCP" if state is not None else "",
-        parameters=len(set(saved.parameters)) or len(saved.states),
-        states=tuple(states)[:_MOST_STATES],
-        step=saved.step,
-    )
+def _optimizers(diagnosis: Diagnosis) -> Iterator[UnderstoodOptimizer]:
+    in_folders = {state.path: state for state in diagnosis.sharded}
+    files = {component.path: component.size for component in diagnosis.folder.components}
+    for saved in diagnosis.optimizers:
+        state = in_folders.get(saved.path)
+        sizes = {str(saved.path): files[saved.path]} if saved.path in files else {}
+        states = {name: None for own in saved.states.values() for name in own}
+        # Before the first step there are only options, and a wrapper such as SAM has those of what it wraps.
+        is_shown = bool(states.keys() - {"step"}) or saved.is_plain
+        yield UnderstoodOptimizer(
+            path=saved.path,
+            key=saved.key,
+            kind=_recorded(diagnosis.manifest, str(saved.path), _sizes(state) if state is not None else sizes)
+            or (name_of(saved.options, states) if is_shown else ""),
+            format="DCP" if state is not None else "",
+            parameters=len(set(saved.parameters)) or len(saved.states),
+            states=tuple(states)[:_MOST_STATES],
+            step=saved.step,
+        )
 
 
 def _sizes(state: DcpFolder) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Wrappers in keys: single, nested or inner ones, and the keys that a correct script would have."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -127,6 +128,7 @@ class _Verdicts:
             for scope in group.members[0].scopes
             if scope.kind == STATE_DICT
         ]
+        self._unwrapped: dict[tuple[ModelFiles, tuple[str, ...], str], frozenset[str]] = {}
         self._bare: dict[object, bool] = {}
         self._proven: set[object] = set()
         """Lists with an entry whose keys another file has in fewer wrappers."""
@@ -145,11 +147,10 @@ class _Verdicts:
         """Return the verdict about a nested place; None where its wrappers may be modules of the script itself."""
         if scope.kind == STATE_DICT:
             return self._of_model(group, scope)
-        chain, names = group.chain(scope), group.names(scope)
-        strip = KeyMap(remove=chain)
+        chain, names = group.chain(scope), self._names(group, scope)
         own = [place for place in self._places if place[0] is group] or self._places
         for model, other in own:
-            if set(map(strip, names)) <= set(map(KeyMap(remove=model.chain(other)), model.names(other))):
+            if names <= self._names(model, other):
                 # The optimizer follows its model: other keys would not fit.
                 return self._of_model(model, other) if is_nested(model.chain(other)) else None
         return self._by_processes(chain)
@@ -190,23 +191,36 @@ class _Verdicts:
         chain = group.chain(scope)
         shapes: Mapping[str, object] | None = None
         is_before = True
-        for other_group, other in self._places:
+        # Only these can have the same keys: 4,000 models in one file would be compared 16 million times.
+        for other_group, other in self._by_names.get(self._names(group, scope), ()):
             other_chain = other_group.chain(other)
             is_before = is_before and (other_group is not group or other.path != scope.path)
-            if (
-                _are_of_one_save(group, other_group, is_before)
-                and len(prepared(other_chain)) < len(prepared(chain))
-                and len(other_group.names(other)) == len(group.names(scope))
+            if _are_of_one_save(group, other_group, is_before) and len(prepared(other_chain)) < len(
+                prepared(chain)
             ):
                 shapes = shapes or _unwrapped_shapes(group, scope, chain)
                 if shapes == _unwrapped_shapes(other_group, other, other_chain):
                     return True
         return False
 
+    def _names(self, group: ModelFiles, scope: NameScope) -> frozenset[str]:
+        """Return the keys of a place without their wrappers."""
+        key = group, scope.path, scope.kind
+        if key not in self._unwrapped:
+            self._unwrapped[key] = frozenset(map(KeyMap(remove=group.chain(scope)), group.names(scope)))
+        return self._unwrapped[key]
+
+    @cached_property
+    def _by_names(self) -> dict[frozenset[str], list[tuple[ModelFiles, NameScope]]]:
+        by_names: dict[frozenset[str], list[tuple[ModelFiles, NameScope]]] = {}
+        for group, scope in self._places:
+            by_names.setdefault(self._names(group, scope), []).append((group, scope))
+        return by_names
+
     def _reference(self, group: ModelFiles, scope: NameScope) -> tuple[PurePosixPath, tuple[str, ...]] | None:
         """Return the index or container that has the keys of a model in fewer wrappers, and these wrappers."""
         chain = group.chain(scope)
-        names = frozenset(map(KeyMap(remove=chain), group.names(scope)))
+        names = self._names(group, scope)
         found = (
             (path, own)
             for path, known in _references(self._folder, group)

@@ -173,12 +173,17 @@ def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> A
     return found
 
 
-def every_node(root: Any, *, callees: bool = True, without: Iterable[Node] = ()) -> Iterator[Node]:
+def every_node(
+    root: Any, *, callees: bool = True, without: Iterable[Node] = (), met: set[int] | None = None
+) -> Iterator[Node]:
     """Yield every node that a value refers to, once, however deep: keys, arguments and states, too.
 
     ``callees``: go into what is called as well. ``without``: nodes that are left out, with what only they refer to.
+    ``met``: ids of what earlier walks met, which is left out; this walk adds its own. So walks of many values that
+    share their parts take as long together as one of the whole tree. Values and parts must outlive the set.
     """
-    met = set(map(id, without))
+    met = set() if met is None else met
+    met.update(map(id, without))
     waiting = [root]
     while waiting:
         value = waiting.pop()
