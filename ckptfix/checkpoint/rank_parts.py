@@ -9,6 +9,7 @@ saved by one of them, and a rank without any part writes no file: even a gap in 
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
@@ -24,6 +25,9 @@ from ckptfix.formats.dcp_stream import Chunk
 from ckptfix.formats.safetensors_file import DCP_SHARDING_INFO, SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.wording import series
+
+_OVERLAP = re.compile(r" overlap\b")
+"""Words of ``coverage_problem``."""
 
 
 class Part(NamedTuple):
@@ -43,6 +47,11 @@ class PartedTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     problem: str = ""
+
+    @property
+    def has_overlap(self) -> bool:
+        """Return whether two parts have an element in common."""
+        return _OVERLAP.search(self.problem) is not None
 
     @property
     def has_gap(self) -> bool:
@@ -141,7 +150,7 @@ def _joined(fqn: str, parts: Sequence[Part]) -> PartedTensor:
         chunks = tuple(part.chunk for part in parts)
         problem = coverage_problem(DcpTensor(fqn, dtypes[0], "", shape, chunks, 0)) or ""
         problem = problem.replace("chunk", "part")
-        if problem.endswith("overlap"):
+        if _OVERLAP.search(problem):
             problem += ": files of an earlier save may be left in the folder"
     if len(dtypes) > 1:
         problem = f"its parts are of {series(dtypes)}"

@@ -597,21 +597,22 @@ def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
         name = parse_file_name(path.name)
         if name is not None and name.rank is not None and name.shard in numbers:
             lost.setdefault(name.rank, []).append(path.name)
-    if not lost:
-        gaps = []
-    for rank, names in lost.items():
+    if lost:
         others = f", and so for {count_of(len(gaps) - 1, 'other tensor')}" if len(gaps) > 1 else ""
+        rank, names = next(iter(lost.items()))
         yield MissingRank(
             path=group.members[0].path.with_name(names[0]),
             rank=rank,
-            files=len(names),
+            files=sum(map(len, lost.values())),
             items=0,
             holds=tuple(tensor.fqn for tensor in gaps),
             detail=f"of {gaps[0].fqn!r}, {gaps[0].problem}{others}; torch's reader leaves what was in memory there",
             elsewhere=len(tensors) - len(gaps),
+            ranks=len(lost),
         )
+    explained = {tensor.fqn for tensor in gaps if not tensor.has_overlap} if lost else set()
     for tensor in incomplete:
-        if tensor not in gaps:
+        if tensor.fqn not in explained:
             yield IncompleteTensor(path=tensor.parts[0].file.path, tensor=tensor.fqn, detail=tensor.problem)
 
 

@@ -393,9 +393,12 @@ def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
     both = _overlap(chunks, axis, budget)
     if both is not None:
         one, other = both
+        # Of elements that are in two chunks at least one is counted twice.
+        lost = whole - sum(prod(chunk.lengths) for chunk in chunks) + 1
+        gap = f", and at least {lost} of its {whole} elements are in no chunk" if lost > 0 else ""
         return (
             f"its chunk at {list(one.offsets)} of {list(one.lengths)} and the one at {list(other.offsets)} of "
-            f"{list(other.lengths)} overlap"
+            f"{list(other.lengths)} overlap{gap}"
         )
     if budget.left < 0:
         return f"its {len(tensor.chunks)} chunks lie so that they are not compared, which no torch makes"

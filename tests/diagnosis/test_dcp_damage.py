@@ -98,6 +98,7 @@ def chunk(offset: int, length: int) -> ChunkStorageMetadata:
     [
         ([chunk(0, 2)], "10 of its 20 elements are in no chunk"),
         ([chunk(0, 2), chunk(1, 3)], "overlap"),
+        ([chunk(0, 2), chunk(1, 1)], "overlap, and at least 6 of its 20 elements are in no chunk"),
         ([chunk(0, 2), chunk(2, 1), chunk(3, 1)], "stored in no file"),
     ],
 )

@@ -129,6 +129,30 @@ def test_a_missing_first_rank_is_an_error(tmp_path: Path, said: Said) -> None:
     assert said("seal", folder)[0] == 1
 
 
+def test_many_missing_ranks_are_one_error(tmp_path: Path, said: Said) -> None:
+    """Each of 99,997 ranks was an error of its own."""
+    folder = tmp_path / "c"
+    for rank in (0, 99998):
+        save_part(folder, rank, {"w": ([rank], numbers(1))})
+    (finding,) = check(folder).findings
+    assert str(finding).startswith(
+        "shard-00002-model-00001-of-00001.safetensors and 99996 more files of 99997 ranks are missing: of 'w', 99997 "
+        "of its 99999 elements are in no part"
+    )
+    status, out, _ = said("check", "--json", folder)
+    (fields,) = json.loads(out)["checkpoints"][0]["findings"]
+    assert (status, fields["rank"], fields["ranks"], fields["files"]) == (1, 1, 99997, 99997)
+
+
+def test_an_overlap_next_to_a_missing_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    for rank, begin in ((0, 0), (1, 1), (3, 6)):
+        save_part(folder, rank, {"w": ([begin, 0], numbers(2, 3)), "v": ([begin + rank], numbers(1))})
+    findings = check(folder).findings
+    assert [finding.code for finding in findings] == ["missing-rank", "incomplete-tensor"]
+    assert "overlap, and at least 7 of its 24 elements are in no part" in str(findings[1])
+
+
 def test_a_missing_last_rank_is_listed_as_not_checked(tmp_path: Path) -> None:
     _, last = save_halves(tmp_path / "c", PAIR)
     last.unlink()

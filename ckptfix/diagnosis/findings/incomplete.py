@@ -482,6 +482,8 @@ class MissingRank(Finding):
     """The evidence where it is not ``.metadata``: the files of other ranks, as with DeepSpeed or FSDP without DCP."""
     elsewhere: int = 0
     """The number of tensors without a part in this rank."""
+    ranks: int = 1
+    """The number of ranks without a file, where one reason shows all of them; ``rank`` is the first."""
 
     @property
     def is_salvageable(self) -> bool:
@@ -489,6 +491,9 @@ class MissingRank(Finding):
         return self.elsewhere > 0
 
     def __str__(self) -> str:
+        if self.ranks > 1:
+            more = count_of(self.files - 1, "more file")
+            return f"{self.path} and {more} of {count_of(self.ranks, 'rank')} are missing: {self.detail}"
         if self.detail:
             return f"{self.path} is missing: {self.detail}"
         what = f"{count_of(self.files, 'file')} of rank {self.rank}"
