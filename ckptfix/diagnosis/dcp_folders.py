@@ -551,9 +551,10 @@ def _is_own_doing(place: _Place, reference: _Place) -> bool:
 
     ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does
     not. A ``module.`` that it leaves is a module of the model. Accelerate saves the model and the optimizer by
-    functions that agree.
+    functions that agree, and the model under the key ``model``: without it only the folder has Accelerate's name.
     """
-    return reference.state.name is None and reference.scope.chain == (*DDP_CHAIN, *place.scope.chain)
+    is_of_accelerate = reference.state.name is not None and reference.scope.path[:1] == ("model",)
+    return not is_of_accelerate and reference.scope.chain == (*DDP_CHAIN, *place.scope.chain)
 
 
 def _public(chain: tuple[str, ...]) -> tuple[str, ...]:

@@ -246,6 +246,17 @@ def test_a_script_of_somebodys_own_may_save_a_model_as_ddp_names_it(tmp_path: Pa
     assert codes(tmp_path) == ["mismatched-names", "wrapper-prefix", "missing-moments"]
 
 
+def test_a_script_may_give_its_folders_the_names_of_accelerate(tmp_path: Path) -> None:
+    """Accelerate saves a model under the key ``model``; ``dcp.save(ddp.state_dict())`` has none."""
+    optimizer = {"state": {"w": {"step": torch.ones(1)}}, "param_groups": [{"params": ["w"]}]}
+    save(tmp_path / OPTIMIZER, optimizer)
+    save(tmp_path / MODEL, {"module.w": torch.ones(2)})
+    assert "mismatched-names" not in codes(tmp_path)
+    assert repair(tmp_path).steps == ()
+    save(tmp_path / MODEL, {"model": {"module.w": torch.ones(2)}})
+    assert "mismatched-names" in codes(tmp_path)
+
+
 def test_a_linked_folder_is_repaired_where_it_is(tmp_path: Path) -> None:
     folder = copy(tmp_path, "fsdp2-nested", keep=(MODEL,))
     other = tmp_path / "other"
