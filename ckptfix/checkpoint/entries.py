@@ -25,6 +25,12 @@ from ckptfix.formats.torch_file import TorchFile
 _COMPUTED = frozenset({"inv_freq", "masked_bias", "position_ids"})
 """Last parts of the keys of buffers that transformers computes, and that its older versions saved and listed."""
 
+
+def is_computed(key: str) -> bool:
+    """Return whether a key is of a buffer that its model computes, so that no load needs it."""
+    return key.rpartition(".")[2] in _COMPUTED
+
+
 ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix, equal for all shards of one save."""
 
@@ -112,7 +118,7 @@ class ModelFiles:
         absent = sorted(self.listed.keys() - held)
         if held <= self.listed.keys() and self.stored_size == self.total_size:
             return ()
-        return tuple(key for key in absent if key.rpartition(".")[2] not in _COMPUTED)
+        return tuple(key for key in absent if not is_computed(key))
 
     @property
     def is_whole(self) -> bool:

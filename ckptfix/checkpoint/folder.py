@@ -296,7 +296,7 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         try:
             return _parser(name)(reader), None
         except ShardsBelow as error:
-            return None, _shards_below(full.parent, error)
+            return None, _shards_below(full.parent, name, error)
         except TruncatedError as error:
             have, need, in_header = error.have, error.need, error.in_header
             kind = ProblemKind.TRUNCATED
@@ -310,20 +310,21 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         return None, _judged(reader, name, problem)
 
 
-def _shards_below(folder: Path, error: ShardsBelow) -> Problem:
+def _shards_below(folder: Path, name: FileName, error: ShardsBelow) -> Problem:
     """Return the problem of an index that lists files in sub-folders: unknown where all exist, else malformed.
 
-    transformers and accelerate load such shards, diffusers refuses them. No link to a folder is followed.
+    transformers and accelerate load such shards, diffusers refuses them in an index of its own. No link to a folder is
+    followed.
     """
     below = sorted({str(PurePosixPath(path).parent) for path in error.paths if "/" in path})
     real = os.path.realpath(folder)
     is_inside = all(os.path.realpath(folder / where) == os.path.join(real, where) for where in below)
     if not is_inside or not all(os.path.isfile(folder / path) for path in error.paths):
         return Problem(kind=ProblemKind.MALFORMED, message=str(error))
-    shards, where = count_of(len(error.paths), "shard"), list_names(below)
-    message = (
-        f"it lists {shards} in a sub-folder ({where}), which were not read; diffusers refuses such an index"
-    )
+    words = f"it lists {count_of(len(error.paths), 'shard')} in a sub-folder ({list_names(below)})"
+    if name.model is not None and name.model.stem == "diffusion_pytorch_model":
+        return Problem(kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses")
+    message = f"{words}, which were not read; transformers and accelerate load them"
     return Problem(kind=ProblemKind.UNREADABLE, message=message)
 
 

@@ -26,7 +26,6 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_meta_tensors,
     diagnose_parts,
     diagnose_rank_files,
-    diagnose_shards,
     diagnose_wrong_states,
     unchecked_parts,
     without_deepspeed,
@@ -49,6 +48,7 @@ from ckptfix.diagnosis.findings.damaged import (
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
+from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
@@ -206,7 +206,7 @@ def diagnose(
         existing = {*folder.strays, *(one.path for one in folder.components)}
         findings: list[Finding] = []
         if folder.only is None:
-            findings += diagnose_shards(groups, existing)
+            findings += diagnose_shards(folder.root, groups, existing, data=data)
         findings += diagnose_parts(groups, is_file=folder.only is not None)
         rebuilt = {
             finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable

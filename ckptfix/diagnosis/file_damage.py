@@ -4,7 +4,6 @@ Files of DeepSpeed are never renamed: each rank's file repeats their names in se
 """
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +19,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     is_deepspeed_file,
     universal_paths,
 )
-from ckptfix.checkpoint.entries import ModelFiles, stored_size
+from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
@@ -30,7 +29,6 @@ from ckptfix.checkpoint.folder import (
     is_unreadable,
     scan_folder,
 )
-from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
 from ckptfix.checkpoint.state_contents import (
@@ -47,15 +45,10 @@ from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
     CrcMismatch,
-    IndexMismatch,
     MalformedFile,
-    MissingShard,
     NoFormatMetadata,
     NotATensorFile,
-    OddIndex,
     OtherFormat,
-    RenamedShard,
-    StaleShard,
     TrailingBytes,
     TruncatedFile,
     UncheckedFile,
@@ -257,150 +250,6 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
         tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
         findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
     return findings
-
-
-def diagnose_shards(groups: Sequence[ModelFiles], existing: Collection[PurePosixPath]) -> list[Finding]:
-    """Find missing and left-over shards, and indexes that disagree with the headers.
-
-    ``existing``: all files of the folder, of weights or not.
-    """
-    findings: list[Finding] = []
-    single = [group.members[0] for group in groups if group.index_path is None and group.stale_of is None]
-    for group in groups:
-        if group.stale_of is not None:
-            findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
-        elif group.index_path is not None and group.missing:
-            findings += _missing(group, group.index_path, existing, single)
-        elif group.index_path is not None and group.is_whole:
-            findings += _diagnose_index(group, group.index_path)
-    return findings
-
-
-def weight_map(shards: Iterable[Component]) -> dict[str, str]:
-    """Return the weight map that the headers of these shards give."""
-    return {tensor.fqn: str(shard.path) for shard in shards for tensor in shard.tensors}
-
-
-def _missing(
-    group: ModelFiles,
-    index_path: PurePosixPath,
-    existing: Collection[PurePosixPath],
-    single: Iterable[Component],
-) -> Iterator[MissingShard]:
-    for name in group.missing:
-        if PurePosixPath(name) in existing:
-            yield MissingShard(
-                path=PurePosixPath(name), named_by=str(index_path), tensors=0, is_other_file=True
-            )
-    gone = tuple(name for name in group.missing if PurePosixPath(name) not in existing)
-    if not gone:
-        return
-    by_index = set(group.listed.values()).intersection(gone)
-    yield MissingShard(
-        path=PurePosixPath(gone[0]),
-        others=gone[1:],
-        named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
-        tensors=sum(1 for name in group.listed.values() if name in by_index),
-        renamed=tuple(_renamed_shards(group, gone, single)),
-    )
-
-
-def _renamed_shards(
-    group: ModelFiles, gone: Sequence[str], single: Iterable[Component]
-) -> Iterator[RenamedShard]:
-    """Yield the missing shards of which one file of another name holds exactly the listed keys.
-
-    Where the index counts the bytes of all tensors, those of the files must add up to no more.
-    """
-    keys: dict[str, set[str]] = {name: set() for name in gone}
-    for fqn, name in group.listed.items():
-        if name in keys:
-            keys[name].add(fqn)
-    free: dict[frozenset[str], list[Component]] = {}
-    for file in single:
-        if file.role is Role.UNKNOWN and file.problem is None and file.tensors:
-            free.setdefault(frozenset(tensor.fqn for tensor in file.tensors), []).append(file)
-    room = group.total_size - group.stored_size if group.total_size else None
-    for name, wanted in keys.items():
-        holders = free.get(frozenset(wanted), [])
-        if len(holders) != 1 or holders[0].name.suffix != PurePosixPath(name).suffix:
-            continue
-        if room is None or stored_size(holders) <= room:
-            yield RenamedShard(holders[0].path, name, len(wanted))
-
-
-def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> Sequence[Finding]:
-    if group.index is not None and is_unreadable(group.index):
-        return ()  # an index that may not be read is not rewritten
-    actual, listed = weight_map(group.members), group.listed
-    if group.index is None and (not actual or group.members[0].name.shard == (1, 1)):
-        return ()  # no shard to list, or a single one, which loaders find by name
-    count = Counter(tensor.fqn for shard in group.members for tensor in shard.tensors)
-    doubled = tuple(sorted(fqn for fqn, times in count.items() if times > 1))
-    lost = group.lost
-    misplaced = sum(1 for fqn, name in listed.items() if fqn in actual and actual[fqn] != name)
-    unlisted = actual.keys() - listed.keys()
-    # Loaders take the names of the shards from the map, and all tensors of each shard.
-    loaded = set(listed.values())
-    unloaded = any(actual[fqn] not in loaded for fqn in unlisted)
-    problem = (
-        group.index.problem.message if group.index is not None and group.index.problem is not None else None
-    )
-    is_read = group.index is not None and problem is None
-    without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
-    unread = _unread_by_transformers(path, loaded)
-    if (
-        group.index is None
-        or problem
-        or doubled
-        or lost
-        or misplaced
-        or unloaded
-        or without_metadata
-        or unread
-    ):
-        mismatch = IndexMismatch(
-            path=path,
-            misplaced=misplaced,
-            unlisted=len(unlisted),
-            lost=() if _only_renamed(lost, actual, listed) else lost,
-            doubled=doubled,
-            absent=group.index is None,
-            problem=problem,
-            rivals=group.rivals,
-            without_metadata=without_metadata,
-            unread=unread,
-        )
-        return (mismatch,)
-    computed = tuple(sorted(listed.keys() - actual.keys()))
-    if computed or unlisted or group.repeated:
-        return (OddIndex(path=path, computed=computed, unlisted=len(unlisted), repeated=group.repeated),)
-    return ()
-
-
-def _unread_by_transformers(index: PurePosixPath, shards: Collection[str]) -> str:
-    """Return the first file in another format that transformers reads as safetensors, "" for none.
-
-    transformers 5.23 reads all files as the first of them (``modeling_utils.py``), and the Trainer as the index
-    says (``load_sharded_checkpoint``). diffusers and accelerate look at each ending.
-    """
-    name = parse_file_name(index.name)
-    if name is None or name.model is None or name.model.stem != "model" or not shards:
-        return ""
-    is_safetensors = ".safetensors" in index.name or min(shards).endswith(".safetensors")
-    other_format = (shard for shard in sorted(shards) if not shard.endswith(".safetensors"))
-    return next(other_format, "") if is_safetensors else ""
-
-
-def _only_renamed(lost: tuple[str, ...], actual: Mapping[str, str], listed: Mapping[str, str]) -> bool:
-    """Return whether the index has the same tensors under keys with other wrappers, as after a manual rename."""
-    if not lost:
-        return False
-    strip_actual, strip_listed = (
-        KeyMap(remove=common_wrappers(actual)),
-        KeyMap(remove=common_wrappers(listed)),
-    )
-    return {strip_actual(fqn) for fqn in actual} == {strip_listed(fqn) for fqn in listed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,6 +216,42 @@ def a_key_of_a_shard_is_not_listed(folder: Folder) -> None:
 
 
 @change
+def two_keys_are_listed_in_each_others_shard(folder: Folder) -> None:
+    first, last = folder.keys_of(1)[-1], folder.keys_of(3)[-1]
+    weight_map = folder.map
+    weight_map[first], weight_map[last] = weight_map[last], weight_map[first]
+    folder.write_map(weight_map)
+
+
+@change
+def a_key_is_listed_in_another_shard_and_its_own_is_not_listed(folder: Folder) -> None:
+    folder.write_map(dict.fromkeys(folder.map, folder.shard(1).name))
+
+
+@change
+def a_tensor_is_in_two_shards(folder: Folder) -> None:
+    key = folder.keys_of(1)[0]
+    write(folder.shard(3), {**read(folder.shard(3)), key: read(folder.shard(1))[key]})
+
+
+@change
+def a_tensor_is_in_two_shards_and_listed_in_the_last(folder: Folder) -> None:
+    a_tensor_is_in_two_shards(folder)
+    folder.write_map({**folder.map, folder.keys_of(1)[0]: folder.shard(3).name})
+
+
+@change
+def all_tensors_of_a_listed_shard_are_in_another(folder: Folder) -> None:
+    write(folder.shard(1), {**read(folder.shard(1)), **read(folder.shard(2))})
+
+
+@change
+def a_tensor_is_in_two_shards_with_two_dtypes(folder: Folder) -> None:
+    key = folder.keys_of(1)[0]
+    write(folder.shard(3), {**read(folder.shard(3)), key: read(folder.shard(1))[key].half()})
+
+
+@change
 def a_buffer_of_a_shard_is_not_listed(folder: Folder) -> None:
     write(folder.shard(2), {**read(folder.shard(2)), "rotary.inv_freq": torch.ones(4)})
 
@@ -408,9 +445,16 @@ def verdict(path: Path | str) -> list[tuple[str, str]]:
     return [(one.code, str(one)) for one in check(path).findings if one.severity.value != "note"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "suffix", "name"), sampled([(*kind, name) for name in CHANGES for kind in KINDS])
-)
+# Of transformers, version 4.44 alone leaves such a key out: it has a test of its own.
+_CASES = [
+    (*kind, name)
+    for name in CHANGES
+    for kind in KINDS
+    if (kind[0], name) != (Transformers, a_key_of_a_shard_is_not_listed.__name__)
+]
+
+
+@pytest.mark.parametrize(("kind", "suffix", "name"), sampled(_CASES))
 def test_an_index_is_damaged_if_a_loader_fails_or_leaves_a_tensor_random(
     saved: Any, tmp_path: Path, kind: type[Library], suffix: str, name: str
 ) -> None:
@@ -424,20 +468,75 @@ def test_an_index_is_damaged_if_a_loader_fails_or_leaves_a_tensor_random(
     assert verdict(url) == found
 
 
+OLDEST = Path(__file__).parents[2] / ".venv/transformers-4.44"
+_BY_OLDEST = """
+import json, sys, torch, warnings
+warnings.simplefilter("ignore")
+from transformers import LlamaForCausalLM
+expected = torch.load(sys.argv[1])
+for path in sys.argv[2:]:
+    model = LlamaForCausalLM.from_pretrained(path, device_map={"": "cpu"}).state_dict()
+    print(json.dumps(all(torch.equal(model[key], tensor) for key, tensor in expected.items())))
+"""
+_FOR_OLDEST = (
+    *(nothing, a_key_of_a_shard_is_not_listed, a_buffer_of_a_shard_is_not_listed, a_tensor_is_in_two_shards),
+    *(two_shards_hold_other_values_of_a_key, another_total_size),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDEST.exists(), reason="needs the oldest transformers: see README.md")
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_two_keys_in_each_others_shard_are_an_error_as_transformers_looks_them_up_for_the_disk(
+def test_an_index_is_damaged_if_the_oldest_transformers_leaves_a_tensor_random(
     saved: Any, tmp_path: Path, suffix: str
 ) -> None:
     library, source = saved[Transformers, suffix]
-    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
-    first, last = folder.keys_of(1)[-1], folder.keys_of(3)[-1]
-    weight_map = folder.map
-    weight_map[first], weight_map[last] = weight_map[last], weight_map[first]
-    folder.write_map(weight_map)
-    assert verdict(folder.path) == [
-        ("index-mismatch", f"{folder.index.name} names the wrong shard for 2 tensors")
-    ]
-    assert library.is_loaded(folder) is (suffix == ".bin")
+    folders = []
+    for damage in _FOR_OLDEST:
+        path = Path(shutil.copytree(source.path, tmp_path / damage.__name__))
+        damage(replace(source, path=path))
+        folders.append(path)
+    torch.save(library.model.state_dict(), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", _BY_OLDEST, str(tmp_path / "expected.pt"), *map(str, folders)]
+    environment = {**os.environ, "PYTHONPATH": str(OLDEST)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    loads = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [not verdict(path) for path in folders] == loads == [True, False, True, True, False, True]
+
+
+def test_the_sentences_about_an_index_name_what_loaders_do(saved: Any, tmp_path: Path) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    name, first, third = source.index.name, source.shard(1).name, source.shard(3).name
+    key = source.keys_of(1)[0]
+    sentences = {
+        two_keys_are_listed_in_each_others_shard: f"{name} names the wrong shard for 2 tensors",
+        a_key_of_a_shard_is_not_listed: (
+            f"{name} does not list 1 tensor of the shards: transformers 4.44 leaves random with a device_map what the "
+            "index does not list"
+        ),
+        two_shards_hold_other_values_of_a_key: (
+            f"1 tensor of {name} is in two shards with different values (first {key!r} in {first} and {third})"
+        ),
+    }
+    for damage, sentence in sentences.items():
+        path = Path(shutil.copytree(source.path, tmp_path / damage.__name__))
+        damage(replace(source, path=path))
+        assert verdict(path) == [("index-mismatch", sentence)]
+
+
+def test_every_byte_of_a_tensor_in_two_shards_is_compared_with_data(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "model", ".safetensors")
+    tensor = torch.ones(1 << 20)
+    changed = tensor.clone()
+    changed[300_001] = 2
+    write(folder.shard(1), {"a": tensor})
+    write(folder.shard(2), {"a": changed, "b": torch.ones(2)})
+    write(folder.shard(3), {"c": torch.ones(2)})
+    numbers = {"a": 1, "b": 2, "c": 3}
+    weight_map = {key: folder.shard(number).name for key, number in numbers.items()}
+    folder.index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert verdict(tmp_path) == []
+    assert [finding.code for finding in check(tmp_path, data=True).findings] == ["index-mismatch"]
 
 
 @pytest.mark.parametrize(
@@ -450,6 +549,10 @@ def test_two_keys_in_each_others_shard_are_an_error_as_transformers_looks_them_u
         (
             "a_buffer_of_a_shard_is_not_listed",
             "does not list 1 tensor of the shards, which are loaded all the same",
+        ),
+        (
+            "a_tensor_is_in_two_shards",
+            "lists shards that share 1 tensor, with equal values: 'model.embed_tokens.weight'",
         ),
         (
             "a_key_of_a_listed_shard_is_there_twice_in_the_text",

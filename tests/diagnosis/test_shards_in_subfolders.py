@@ -42,7 +42,8 @@ def test_an_index_of_shards_below_is_not_damaged_and_its_check_not_finished(fold
     assert (report.findings, report.status) == ((), 3)
     (words,) = report.unfinished
     assert words == (
-        f"{INDEX}: it lists 2 shards in a sub-folder ('shards'), which were not read; diffusers refuses such an index"
+        f"{INDEX}: it lists 2 shards in a sub-folder ('shards'), which were not read; "
+        "transformers and accelerate load them"
     )
     assert "next:" not in "\n".join(map(str, report.lines()))
     with pytest.raises(OperationError, match="nothing was changed"):
@@ -56,13 +57,27 @@ def test_loaders_take_it(folder: Path, loader: str) -> None:
     assert REAL[loader](folder) == 3
 
 
-@pytest.mark.slow
-def test_diffusers_refuses_it(folder: Path) -> None:
-    pytest.importorskip("diffusers")
+def rename_for_diffusers(folder: Path) -> None:
     for path in (folder / INDEX, *(folder / "shards").iterdir()):
         path.rename(path.with_name(f"diffusion_pytorch_{path.name}"))
     index = folder / f"diffusion_pytorch_{INDEX}"
     index.write_text(index.read_text().replace("shards/model", "shards/diffusion_pytorch_model"))
+
+
+def test_an_index_of_diffusers_with_shards_below_is_malformed(folder: Path) -> None:
+    rename_for_diffusers(folder)
+    (finding,) = check(folder).findings
+    assert (finding.code, str(finding)) == (
+        "malformed-file",
+        f"diffusion_pytorch_{INDEX} is malformed: it lists 2 shards in a sub-folder ('shards'), "
+        "which diffusers refuses",
+    )
+
+
+@pytest.mark.slow
+def test_diffusers_refuses_it(folder: Path) -> None:
+    pytest.importorskip("diffusers")
+    rename_for_diffusers(folder)
     with pytest.raises((OSError, ValueError, RuntimeError)):
         REAL["diffusers"](folder)
 

@@ -215,7 +215,8 @@ class IndexMismatch(Finding):
 
     ``unlisted``: the number of tensors in shards that the index does not list. ``without_metadata``: it has no object
     ``metadata``, into which transformers and diffusers write. ``unread``: a ``.bin`` file among safetensors files,
-    which transformers reads as safetensors.
+    which transformers reads as safetensors. ``copies``: the shards that hold the first of the ``doubled`` tensors.
+    ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions pass over them.
     """
 
     code = "index-mismatch"
@@ -235,6 +236,8 @@ class IndexMismatch(Finding):
     rivals: int = 1
     without_metadata: bool = False
     unread: str = ""
+    copies: tuple[str, ...] = ()
+    is_read_in_part: bool = False
 
     @property
     def is_fixable(self) -> bool:
@@ -259,12 +262,22 @@ class IndexMismatch(Finding):
         if self.doubled:
             doubled = count_of(len(self.doubled), "tensor")
             are = "is" if len(self.doubled) == 1 else "are"
-            return f"{doubled} of {self.path} {are} in two shards: {list_names(self.doubled)}"
+            which = (
+                f"{self.doubled[0]!r} in {series(self.copies)}" if self.copies else list_names(self.doubled)
+            )
+            return f"{doubled} of {self.path} {are} in two shards with different values (first {which})"
         if self.unread:
             return f"{self.path} lists files of two formats: transformers reads {self.unread} as safetensors and fails"
+        in_part = (
+            ": transformers 4.44 leaves random with a device_map what the index does not list"
+            if self.is_read_in_part
+            else ""
+        )
         problems = [
             f"names the wrong shard for {count_of(self.misplaced, 'tensor')}" if self.misplaced else "",
-            f"does not list {count_of(self.unlisted, 'tensor')} of the shards" if self.unlisted else "",
+            f"does not list {count_of(self.unlisted, 'tensor')} of the shards{in_part}"
+            if self.unlisted
+            else "",
             'has no object "metadata", so transformers and diffusers refuse to load the model'
             if self.without_metadata
             else "",
@@ -284,7 +297,10 @@ class IndexMismatch(Finding):
                 "it again"
             )
         if self.doubled and not self.lost:
-            return "not rebuilt: loaders differ in which of them they take; copy the shards again from where they came"
+            return (
+                "not rebuilt: from_pretrained and load_checkpoint_in_model take the last shard by name, the Trainer's "
+                "resume takes any; copy the shards again from where they came"
+            )
         return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
 
 
@@ -324,7 +340,8 @@ class OddIndex(Finding):
     """An index that differs from the headers in a way that changes no load.
 
     ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of tensors that the listed
-    shards hold besides. ``repeated``: keys that the file has twice.
+    shards hold besides. ``repeated``: keys that the file has twice. ``misplaced``: the number of tensors that it places
+    in another of the listed shards. ``copied``: tensors that several shards hold with equal values.
     """
 
     code = IndexMismatch.code
@@ -335,9 +352,18 @@ class OddIndex(Finding):
     computed: tuple[str, ...]
     unlisted: int
     repeated: tuple[str, ...]
+    misplaced: int = 0
+    copied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         differences = [
+            f"names the wrong shard for {count_of(self.misplaced, 'tensor')}, and its loaders read all shards"
+            if self.misplaced
+            else "",
+            f"lists shards that share {count_of(len(self.copied), 'tensor')}, with equal values: "
+            f"{list_names(self.copied)}"
+            if self.copied
+            else "",
             f"lists {count_of(len(self.computed), 'tensor')} that no shard holds and no load needs: "
             f"{list_names(self.computed)}"
             if self.computed
@@ -354,10 +380,16 @@ class OddIndex(Finding):
 
     @property
     def advice(self) -> str:
-        """Advice for the one loader that compares the keys of the index with those of the model."""
-        if not (self.computed or self.unlisted):
-            return ""
-        return "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
+        """Advice for the one loader that compares the keys of the index with those of the model, and for ckptfix."""
+        advice = [
+            "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
+            if self.computed or self.unlisted
+            else "",
+            "loaders take the same values; ckptfix migrate and seal refuse such shards: load the model, and save it"
+            if self.copied
+            else "",
+        ]
+        return "; ".join(filter(None, advice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,220 @@
+"""Damage of indexes and in the shards that they list: missing, left-over and repeated tensors, by what loaders do.
+
+Each loader reads all tensors of all files in the weight map, in the order of their names. The keys of the map count for
+transformers alone (``modeling_utils.py``): version 4.44 leaves a key that the map lacks random with a ``device_map``,
+and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetensors files.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.entries import ModelFiles, is_computed, stored_size
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.folder import Component, is_unreadable
+from ckptfix.checkpoint.keys import KeyMap, common_wrappers
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import (
+    IndexMismatch,
+    MissingShard,
+    OddIndex,
+    RenamedShard,
+    StaleShard,
+)
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.reading import open_reader
+
+
+def diagnose_shards(
+    root: Path, groups: Sequence[ModelFiles], existing: Collection[PurePosixPath], *, data: bool
+) -> list[Finding]:
+    """Find missing and left-over shards, and indexes that disagree with the headers.
+
+    ``existing``: all files of the folder, of weights or not. ``data``: compare all bytes of tensors that are in two
+    shards, not samples of them. Raises OSError.
+    """
+    findings: list[Finding] = []
+    single = [group.members[0] for group in groups if group.index_path is None and group.stale_of is None]
+    for group in groups:
+        if group.stale_of is not None:
+            findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
+        elif group.index_path is not None and group.missing:
+            findings += _missing(group, group.index_path, existing, single)
+        elif group.index_path is not None and group.is_whole:
+            findings += _diagnose_index(root, group, group.index_path, data=data)
+    return findings
+
+
+def _missing(
+    group: ModelFiles,
+    index_path: PurePosixPath,
+    existing: Collection[PurePosixPath],
+    single: Iterable[Component],
+) -> Iterator[MissingShard]:
+    for name in group.missing:
+        if PurePosixPath(name) in existing:
+            yield MissingShard(
+                path=PurePosixPath(name), named_by=str(index_path), tensors=0, is_other_file=True
+            )
+    gone = tuple(name for name in group.missing if PurePosixPath(name) not in existing)
+    if not gone:
+        return
+    by_index = set(group.listed.values()).intersection(gone)
+    yield MissingShard(
+        path=PurePosixPath(gone[0]),
+        others=gone[1:],
+        named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
+        tensors=sum(1 for name in group.listed.values() if name in by_index),
+        renamed=tuple(_renamed_shards(group, gone, single)),
+    )
+
+
+def _renamed_shards(
+    group: ModelFiles, gone: Sequence[str], single: Iterable[Component]
+) -> Iterator[RenamedShard]:
+    """Yield the missing shards of which one file of another name holds exactly the listed keys.
+
+    Where the index counts the bytes of all tensors, those of the files must add up to no more.
+    """
+    keys: dict[str, set[str]] = {name: set() for name in gone}
+    for fqn, name in group.listed.items():
+        if name in keys:
+            keys[name].add(fqn)
+    free: dict[frozenset[str], list[Component]] = {}
+    for file in single:
+        if file.role is Role.UNKNOWN and file.problem is None and file.tensors:
+            free.setdefault(frozenset(tensor.fqn for tensor in file.tensors), []).append(file)
+    room = group.total_size - group.stored_size if group.total_size else None
+    for name, wanted in keys.items():
+        holders = free.get(frozenset(wanted), [])
+        if len(holders) != 1 or holders[0].name.suffix != PurePosixPath(name).suffix:
+            continue
+        if room is None or stored_size(holders) <= room:
+            yield RenamedShard(holders[0].path, name, len(wanted))
+
+
+def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data: bool) -> Sequence[Finding]:
+    if group.index is not None and is_unreadable(group.index):
+        return ()  # an index that may not be read is not rewritten
+    holders: dict[str, dict[str, TensorInfo]] = {}
+    for shard in group.members:
+        for tensor in shard.tensors:
+            holders.setdefault(tensor.fqn, {})[str(shard.path)] = tensor
+    listed = group.listed
+    if group.index is None and (not holders or group.members[0].name.shard == (1, 1)):
+        return ()  # no shard to list, or a single one, which loaders find by name
+    repeated = {fqn: tensors for fqn, tensors in holders.items() if len(tensors) > 1}
+    doubled = _unequal(root, repeated, data=data)
+    lost = group.lost
+    misplaced = sum(1 for fqn, name in listed.items() if fqn in holders and name not in holders[fqn])
+    unlisted = holders.keys() - listed.keys()
+    # Loaders take the names of the shards from the map, and all tensors of each shard.
+    loaded = set(listed.values())
+    unloaded = any(map(loaded.isdisjoint, holders.values()))
+    is_of_transformers = _is_of_transformers(path)
+    # transformers 4.44 passes over a tensor that the map lacks, with a device_map or low_cpu_mem_usage.
+    skipped = is_of_transformers and not all(map(is_computed, unlisted))
+    # Version 5.23, too, looks in the map for weights that stay on the disk, unless it copies them out of .bin files.
+    sought = misplaced if is_of_transformers and ".safetensors" in path.name else 0
+    problem = (
+        group.index.problem.message if group.index is not None and group.index.problem is not None else None
+    )
+    is_read = group.index is not None and problem is None
+    without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
+    unread = _unread_by_transformers(path, loaded)
+    if (
+        group.index is None
+        or problem
+        or doubled
+        or lost
+        or sought
+        or unloaded
+        or skipped
+        or without_metadata
+        or unread
+    ):
+        mismatch = IndexMismatch(
+            path=path,
+            misplaced=misplaced,
+            unlisted=len(unlisted),
+            lost=() if _only_renamed(lost, holders, listed) else lost,
+            doubled=doubled,
+            copies=tuple(holders[doubled[0]]) if doubled else (),
+            absent=group.index is None,
+            problem=problem,
+            rivals=group.rivals,
+            without_metadata=without_metadata,
+            unread=unread,
+            is_read_in_part=bool(skipped and not unloaded),
+        )
+        return (mismatch,)
+    computed = tuple(sorted(listed.keys() - holders.keys()))
+    if computed or unlisted or group.repeated or misplaced or repeated:
+        odd = OddIndex(
+            path=path,
+            computed=computed,
+            unlisted=len(unlisted),
+            repeated=group.repeated,
+            misplaced=misplaced,
+            copied=tuple(sorted(repeated)),
+        )
+        return (odd,)
+    return ()
+
+
+_PAGES = 24
+
+
+def _unequal(root: Path, repeated: Mapping[str, Mapping[str, TensorInfo]], *, data: bool) -> tuple[str, ...]:
+    """Return the tensors that are in several shards with other values, by samples of their bytes unless ``data``."""
+    unequal: set[str] = set()
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for fqn, tensors in repeated.items():
+        first, *others = tensors
+        for name in others:
+            pairs.setdefault((first, name), []).append(fqn)
+    for (first, second), keys in pairs.items():
+        with open_reader(root / first) as left, open_reader(root / second) as right:
+            for fqn in keys:
+                one, two = repeated[fqn][first], repeated[fqn][second]
+                if one[1:3] != two[1:3] or one.data_offsets is None or two.data_offsets is None:
+                    unequal.add(fqn)
+                    continue
+                begin, end = one.data_offsets
+                run = Run(begin, two.data_offsets[0], end - begin)
+                if same_bytes_without_reading(left, right, (run,)):
+                    continue
+                parts = (run,) if data else sample_runs((run,), pages=max(2, _PAGES // len(keys)))
+                if first_difference(left, right, parts) is not None:
+                    unequal.add(fqn)
+    return tuple(sorted(unequal))
+
+
+def _is_of_transformers(index: PurePosixPath) -> bool:
+    """Return whether ``from_pretrained`` of transformers looks for an index of this name."""
+    name = parse_file_name(index.name)
+    return name is not None and name.model is not None and name.model.stem == "model"
+
+
+def _unread_by_transformers(index: PurePosixPath, shards: Collection[str]) -> str:
+    """Return the first file in another format that transformers reads as safetensors, "" for none.
+
+    transformers 5.23 reads all files as the first of them (``modeling_utils.py``), and the Trainer as the index
+    says (``load_sharded_checkpoint``). diffusers and accelerate look at each ending.
+    """
+    if not _is_of_transformers(index) or not shards:
+        return ""
+    is_safetensors = ".safetensors" in index.name or min(shards).endswith(".safetensors")
+    other_format = (shard for shard in sorted(shards) if not shard.endswith(".safetensors"))
+    return next(other_format, "") if is_safetensors else ""
+
+
+def _only_renamed(lost: tuple[str, ...], actual: Collection[str], listed: Collection[str]) -> bool:
+    """Return whether the index has the same tensors under keys with other wrappers, as after a manual rename."""
+    if not lost:
+        return False
+    strip_actual, strip_listed = (
+        KeyMap(remove=common_wrappers(actual)),
+        KeyMap(remove=common_wrappers(listed)),
+    )
+    return {strip_actual(fqn) for fqn in actual} == {strip_listed(fqn) for fqn in listed}
