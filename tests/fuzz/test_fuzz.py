@@ -15,6 +15,7 @@ import torch
 from ckptfix.diagnosis.check import check
 from ckptfix.storage.stores import open_store
 from tests.deepspeed_library import has_deepspeed
+from tests.fuzz.__main__ import Court
 from tests.fuzz.mutations import edited_pickle, metadata, mutant
 from tests.fuzz.seeds import Seed
 
@@ -41,6 +42,37 @@ def test_no_changed_save_that_readers_refuse_is_passed() -> None:
     )
     assert made.returncode == 0, made.stdout + made.stderr
     assert f"seed 24: {MUTANTS} mutants" in made.stdout or not has_deepspeed()
+
+
+_SLOW_JUDGE = """
+import sys, time
+print("{}", flush=True)
+sys.stdin.readline()
+begin = time.process_time()
+while time.process_time() - begin < WORK:
+    pass
+time.sleep(PAUSE)
+print('{"verdict": "same", "why": ""}', flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "pause", "verdict"),
+    [(0, 1.5, ("same", "")), (60, 0, ("refused", "the reader took more than 1 s of CPU time"))],
+    ids=["waits", "works"],
+)
+def test_a_reader_may_wait_for_a_busy_machine_and_not_work_longer(
+    work: float, pause: float, verdict: tuple[str, str]
+) -> None:
+    source = _SLOW_JUDGE.replace("WORK", str(work)).replace("PAUSE", str(pause))
+    court = Court([sys.executable, "-c", source], patience=1)
+    assert court.ask() == verdict
+    court.close()
+
+
+def test_a_reader_that_a_file_kills_has_refused_it() -> None:
+    court = Court([sys.executable, "-c", "print('{}', flush=True); input(); raise SystemExit(1)"])
+    assert court.ask() == ("refused", "the reader crashed")
 
 
 def test_a_mutant_is_the_same_each_time_and_others_differ() -> None:
