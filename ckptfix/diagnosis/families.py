@@ -6,6 +6,7 @@ loaded depends on the loader. Families are compared only where one call of a loa
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -121,7 +122,9 @@ def diagnose_families(
             path = group.index_path or group.members[0].path
             models.setdefault((name.model, name.index), []).append(_Family(kind, path, group))
     findings: list[Finding] = []
-    switches = _second_indexes(groups, [one for families in models.values() for one in families])
+    every = [family for families in models.values() for family in families]
+    switches = _second_indexes(groups, every)
+    refused_by = _IN_MODEL if _has_two_indexes(groups, every) else ""
     for (model, index), families in models.items():
         loaders = {
             loader: order
@@ -143,6 +146,9 @@ def diagnose_families(
             of_pair = _compared(
                 root, comparable[0], family, paths, data=data or (prove and is_unlisted), progress=progress
             )
+            # Of the model in the indexes, not of an adapter next to it.
+            if {_SAFE_INDEX, _BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
+                of_pair = replace(of_pair, refused_by=refused_by)
             findings.append(of_pair)
             if isinstance(of_pair, SecondFamily) and of_pair.is_equal:
                 equal.add(family.path)
@@ -189,6 +195,16 @@ def _second_indexes(
     if len(present) != 1 or not plain[present[0]].is_whole:
         return {}
     return {path: {_IN_MODEL: present[0]} for path, group in plain.items() if group.index is None}
+
+
+def _has_two_indexes(groups: Iterable[ModelFiles], families: Iterable[_Family]) -> bool:
+    """Return whether ``load_checkpoint_in_model`` refuses the folder: no model in one file, and more than one index."""
+    if any(family.path.name in _FILES_IN_MODEL for family in families):
+        return False
+    indexes = {
+        group.index_path for group in groups if group.index_path is not None and group.index is not None
+    }
+    return sum(path.name.endswith(".index.json") for path in indexes) > 1
 
 
 def _name(group: ModelFiles) -> FileName | None:

@@ -242,6 +242,30 @@ def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
 # --- the loaders themselves -----------------------------------------------------------------------------------
 
 
+TWO_INDEXES = [
+    ("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.bin.index.json"),
+]
+
+
+@pytest.mark.parametrize("pair", TWO_INDEXES, ids=" ".join)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_loader_that_refuses_two_indexes_is_named(
+    tmp_path: Path, pair: tuple[str, str], number: int
+) -> None:
+    write(tmp_path / pair[0], values(0))
+    write(tmp_path / pair[1], values(number))
+    (finding,) = families(tmp_path)
+    words = "load_checkpoint_in_model refuses a folder with two indexes"
+    assert str(finding).endswith(f", {words}")
+    assert check(tmp_path).status == number
+    with pytest.raises(ValueError, match=r"more than one `\.index\.json` file"):
+        REAL["load_checkpoint_in_model"](tmp_path)
+    write(tmp_path / "pytorch_model.bin", values(0))
+    assert words not in "".join(map(str, families(tmp_path)))
+    assert REAL["load_checkpoint_in_model"](tmp_path) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",

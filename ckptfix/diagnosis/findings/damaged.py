@@ -417,8 +417,9 @@ class StaleFamily(Finding):
     """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards, with other values.
 
     ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index that it takes.
-    ``unlisted``: which of the two is an index that is missing, so that no loader finds its shards. ``tensors``: the
-    number of keys that both have. ``difference``: the first key whose values differ.
+    ``unlisted``: which of the two is an index that is missing, so that no loader finds its shards. ``refused_by``: a
+    loader that refuses the folder, as it has two indexes. ``tensors``: the number of keys that both have.
+    ``difference``: the first key whose values differ.
     """
 
     code = "stale-family"
@@ -432,6 +433,7 @@ class StaleFamily(Finding):
     preferred: PurePosixPath
     loads: Mapping[str, PurePosixPath]
     unlisted: tuple[PurePosixPath, ...] = ()
+    refused_by: str = ""
     tensors: int
     difference: str
 
@@ -439,7 +441,7 @@ class StaleFamily(Finding):
         path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
         return (
             f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other values (first "
-            f"in {self.difference!r}){_loading(self.loads)}"
+            f"in {self.difference!r}){_loading(self.loads, self.refused_by)}"
         )
 
     @property
@@ -455,9 +457,10 @@ class StaleFamily(Finding):
 class SecondFamily(Finding):
     """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
 
-    ``preferred``, ``loads``, ``unlisted``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this one alone;
-    ``absent``: those of the preferred one alone; ``changed``: those with another dtype or shape. ``uncompared``: the
-    number of tensors whose bytes are scattered over a file. ``sampled``: not every byte of the others was compared.
+    ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this
+    one alone; ``absent``: those of the preferred one alone; ``changed``: those with another dtype or shape.
+    ``uncompared``: the number of tensors whose bytes are scattered over a file. ``sampled``: not every byte of the
+    others was compared.
     """
 
     code = "second-family"
@@ -471,6 +474,7 @@ class SecondFamily(Finding):
     preferred: PurePosixPath
     loads: Mapping[str, PurePosixPath]
     unlisted: tuple[PurePosixPath, ...] = ()
+    refused_by: str = ""
     tensors: int
     own: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -494,12 +498,14 @@ class SecondFamily(Finding):
             f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}" for keys, what in differences if keys
         ]
         if told:
-            return f"{path}: {'; '.join(told)}; values were not compared{_loading(self.loads)}"
+            return (
+                f"{path}: {'; '.join(told)}; values were not compared{_loading(self.loads, self.refused_by)}"
+            )
         how = "sampled bytes" if self.sampled else "bytes"
         left = f", but for {count_of(self.uncompared, 'tensor')} not compared" if self.uncompared else ""
         return (
             f"{path}: the same model as {preferred} ({count_of(self.tensors, 'key')}, {how} equal{left})"
-            f"{_loading(self.loads)}"
+            f"{_loading(self.loads, self.refused_by)}"
         )
 
     @property
@@ -517,9 +523,11 @@ def _stored(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
     return f"the shards without {path}" if path in unlisted else str(path)
 
 
-def _loading(loads: Mapping[str, PurePosixPath]) -> str:
+def _loading(loads: Mapping[str, PurePosixPath], refused_by: str) -> str:
     """Return which loader takes which file as the last part of a sentence, "" where none takes any."""
-    return f"; {_loads(loads)}" if loads else ""
+    refusal = f"{refused_by} refuses a folder with two indexes" if refused_by else ""
+    words = ", ".join(filter(None, [_loads(loads), refusal]))
+    return f"; {words}" if words else ""
 
 
 def _loads(loads: Mapping[str, PurePosixPath]) -> str:
