@@ -18,6 +18,7 @@ Every library's names are here, and only here:
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
@@ -207,6 +208,26 @@ class FileName:
 _NUMBERED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
 """File names that ``load_state`` tries for the weights of a model, in order; a full FSDP save has the last."""
+
+Stems = Mapping[str, tuple[str, ...]]
+"""Kind of weights -> the stems under which a loader looks for them, and for their index; the first is the usual one."""
+
+WEIGHT_KINDS = (".safetensors", ".bin")
+STEMS_OF_LIBRARIES: Mapping[str, Stems] = {
+    "transformers": {".safetensors": ("model",), ".bin": ("pytorch_model",)},
+    "diffusers": dict.fromkeys(WEIGHT_KINDS, ("diffusion_pytorch_model",)),
+    "peft": dict.fromkeys(WEIGHT_KINDS, ("adapter_model",)),
+}
+"""Library -> the stems that its ``from_pretrained`` looks for (transformers 5.23, diffusers 0.42, PEFT 0.21)."""
+
+MODEL_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
+"""Stems of the weights of complete models. The stems of adapters count only where an adapter is looked for."""
+
+
+def weights_names(library: str) -> tuple[str, ...]:
+    """Return the names of a library's weights in one file, the preferred one first."""
+    return tuple(f"{stem}{kind}" for kind, stems in STEMS_OF_LIBRARIES[library].items() for stem in stems)
+
 
 _LONE, _FROM_ONE, _FROM_ZERO = range(3)  # never numbered; entry 0 has no number; every one has a number
 _FAMILIES = {

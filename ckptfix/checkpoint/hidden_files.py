@@ -12,16 +12,20 @@ holds what belongs under that name. The names are exact:
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
+    MODEL_STEMS,
     NOT_STATES,
+    STEMS_OF_LIBRARIES,
     TRAINER_STATE,
+    WEIGHT_KINDS,
     FileName,
     Role,
+    Stems,
     nearly_state,
     parse_deepspeed_folder_name,
     parse_file_name,
@@ -60,21 +64,7 @@ _COUNTED = re.compile(r"custom_checkpoint_\d+\.pkl")
 """Names of which ``load_state`` wants as many as there are registered objects (``accelerator.py``)."""
 
 _OPTIMIZER, _FSDP = "optimizer.pt", "pytorch_model_fsdp.bin"
-Stems = Mapping[str, tuple[str, ...]]
-"""Kind of weights -> the stems under which a loader looks for them, and for their index; the first is the usual one."""
-
-_KINDS = (".safetensors", ".bin")
-_OF_TRANSFORMERS: Stems = {".safetensors": ("model",), ".bin": ("pytorch_model",)}
-_OF_ADAPTERS: Stems = dict.fromkeys(_KINDS, ("adapter_model",))
-_STEMS: Mapping[str, Stems] = {
-    "transformers": _OF_TRANSFORMERS,
-    "diffusers": dict.fromkeys(_KINDS, ("diffusion_pytorch_model",)),
-    "peft": _OF_ADAPTERS,
-}
-"""Library -> the stems of its ``from_pretrained``."""
-
-_MODELS = ("model", "pytorch_model", "diffusion_pytorch_model")
-"""Stems of the weights of complete models. The stems of adapters count only where an adapter is looked for."""
+_OF_TRANSFORMERS, _OF_ADAPTERS = STEMS_OF_LIBRARIES["transformers"], STEMS_OF_LIBRARIES["peft"]
 
 
 def hidden_files(folder: CheckpointFolder) -> Iterator[HiddenFile]:
@@ -141,7 +131,7 @@ def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[Hidd
     library = library_of(root / config) if config else ""
     if not library:
         return
-    stems = _STEMS[library]
+    stems = STEMS_OF_LIBRARIES[library]
     known = stems
     if ADAPTER in names:
         known = _joined(known, _OF_ADAPTERS)
@@ -174,7 +164,7 @@ def _hidden_weights(
     has_index = any(meaning.role is Role.WEIGHTS_INDEX for meaning in parsed.values())
     if not has_index and any(meaning.shard for meaning in parsed.values()):
         return None  # the missing index of shards has a finding
-    known = {*_MODELS, *(stem for of_kind in stems.values() for stem in of_kind)}
+    known = {*MODEL_STEMS, *(stem for of_kind in stems.values() for stem in of_kind)}
     # ``model_0.bin`` next to ``model_1.bin`` are the models of an ensemble, not copies.
     alike = Counter(_COUNT.sub("#", name) for name in parsed)
 
@@ -185,7 +175,7 @@ def _hidden_weights(
     for name, meaning in parsed.items():
         if meaning.role not in NOT_STATES or meaning.shard:
             continue
-        kind = next((kind for kind in _KINDS if meaning.suffix.startswith(kind)), None)
+        kind = next((kind for kind in WEIGHT_KINDS if meaning.suffix.startswith(kind)), None)
         is_sure = kind is not None and (is_copy(name, kind) or (of_libraries and meaning.is_of_library))
         # Of uncertain files the first is named: a folder may have hundreds, and the others need not be read.
         if (uncertain and not is_sure) or not _holds_weights(root, name):
@@ -216,7 +206,7 @@ def _hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
 
 def has_weights_of(config: str, names: Collection[str]) -> bool:
     """Return whether weights are among names that a library writes together with a config of this name."""
-    stems = ("adapter_model",) if config == ADAPTER else _MODELS
+    stems = ("adapter_model",) if config == ADAPTER else MODEL_STEMS
     parsed = filter(None, map(parse_file_name, names))
     return any(
         meaning.is_of_library and meaning.stem.partition(".")[0] in stems

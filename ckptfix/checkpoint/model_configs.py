@@ -16,6 +16,7 @@ from ckptfix.checkpoint.filenames import (
     is_one_of_several,
     parse_dcp_name,
     parse_file_name,
+    weights_names,
 )
 from ckptfix.dataclass import dataclass
 from ckptfix.storage.paths import JOURNAL, unreadable
@@ -310,11 +311,6 @@ def _configured_models(
                     yield recorded
 
 
-_OF_ADAPTER = "adapter_model.safetensors or .bin"
-_OF_DIFFUSERS = "diffusion_pytorch_model.safetensors or .bin"
-_OF_TRANSFORMERS = "model.safetensors or pytorch_model.bin"
-"""Names that ``from_pretrained`` looks for (peft 0.21, diffusers 0.42, transformers 5.23)."""
-
 _WITHOUT_WEIGHTS = ("Processor", "Scheduler", "Tokenizer", "FeatureExtractor")
 """Ends of the names of classes that have a config and no weights."""
 
@@ -333,15 +329,19 @@ def _recorded_model(root: Path, path: PurePosixPath, *, is_alone: bool = False) 
         return None
     if path.name == ADAPTER:
         kind = config.get("peft_type")
-        return LostModel(path, f"a PEFT adapter ({kind})", _OF_ADAPTER) if isinstance(kind, str) else None
+        return _lost(path, f"a PEFT adapter ({kind})", "peft") if isinstance(kind, str) else None
     of_diffusers = config.get("_class_name")
     if isinstance(of_diffusers, str):
         has_weights = not of_diffusers.endswith(_WITHOUT_WEIGHTS)
-        return LostModel(path, of_diffusers, _OF_DIFFUSERS) if has_weights else None
+        return _lost(path, of_diffusers, "diffusers") if has_weights else None
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         return None
     is_of_tokenizer = any(name.startswith(_PREPROCESSING) for name in neighbors)
     if is_alone or GENERATION in neighbors or not is_of_tokenizer:
-        return LostModel(path, architectures[0], _OF_TRANSFORMERS)
+        return _lost(path, architectures[0], "transformers")
     return None
+
+
+def _lost(config: PurePosixPath, model: str, library: str) -> LostModel:
+    return LostModel(config, model, " or ".join(weights_names(library)))

@@ -19,10 +19,11 @@ from ckptfix.checkpoint.filenames import (
     checkpoint_number,
     parse_file_name,
     parse_folder_name,
+    weights_names,
 )
 from ckptfix.checkpoint.hidden_files import hidden_from_trainer
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.model_configs import CONFIG, broken_config
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, broken_config
 from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
 from ckptfix.storage.reading import origin_of, read_start
 from ckptfix.wording import count_of, human_size
@@ -85,8 +86,8 @@ def adapter_without_config(names: Collection[str]) -> str | None:
 
     The Trainer resumes, as it has the config in memory; ``PeftModel.from_pretrained`` fails (peft 0.21).
     """
-    if {"adapter_config.json", "config.json"}.isdisjoint(names):
-        return min(_ADAPTERS.intersection(names), default=None)
+    if {ADAPTER, CONFIG}.isdisjoint(names):
+        return min(set(weights_names("peft")).intersection(names), default=None)
     return None
 
 
@@ -95,11 +96,8 @@ def lost_weights(names: Collection[str]) -> str:
 
     ``_load_from_checkpoint`` (transformers 5.23) ends with "Can't find a valid checkpoint".
     """
-    is_adapter = "adapter_config.json" in names and "config.json" not in names
-    return "adapter_model.safetensors" if is_adapter else "model.safetensors"
-
-
-_ADAPTERS = frozenset({"adapter_model.safetensors", "adapter_model.bin"})
+    is_adapter = ADAPTER in names and CONFIG not in names
+    return weights_names("peft" if is_adapter else "transformers")[0]
 
 
 def missing_states(

@@ -71,7 +71,7 @@ def emptied(folder: Path) -> None:
 
 
 NO_UNET = "unet/ has no weights: config.json is of UNet2DModel, which cannot be loaded (expected " + (
-    "diffusion_pytorch_model.safetensors or .bin)"
+    "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin)"
 )
 
 
@@ -136,8 +136,16 @@ def test_a_component_that_the_script_passes(made: Path, tmp_path: Path) -> None:
 
 ALONE = {
     "bert": ("model.safetensors", "BertModel", "model.safetensors or pytorch_model.bin"),
-    "lora": ("adapter_model.safetensors", "a PEFT adapter (LORA)", "adapter_model.safetensors or .bin"),
-    "lone/unet": (WEIGHTS, "UNet2DModel", "diffusion_pytorch_model.safetensors or .bin"),
+    "lora": (
+        "adapter_model.safetensors",
+        "a PEFT adapter (LORA)",
+        "adapter_model.safetensors or adapter_model.bin",
+    ),
+    "lone/unet": (
+        WEIGHTS,
+        "UNet2DModel",
+        "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin",
+    ),
 }
 
 
