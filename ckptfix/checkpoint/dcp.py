@@ -217,6 +217,10 @@ _EXTRA_STATE = "_extra_state"
 """Last segment of the key of a module's extra state (``Module.get_extra_state``), which can be any object."""
 
 
+OPTIMIZER_STATE = "optimizer state"
+"""The kind of a place with the keys of an optimizer's state."""
+
+
 def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
     """Yield the scopes in the metadata: each dict of tensors, and the state of each optimizer."""
     paths = paths_of(metadata)
@@ -227,7 +231,7 @@ def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
         below = (
             path for path in paths.values() if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
         )
-        yield name_scope((*prefix, STATE_KEY), "optimizer state", (path[depth] for path in below))
+        yield name_scope((*prefix, STATE_KEY), OPTIMIZER_STATE, (path[depth] for path in below))
     for prefix, keys in flattened_optimizers(paths.values()).items():
         yield name_scope(prefix, FLATTENED, flattened_names(keys))
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, rank_of
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, OPTIMIZER_STATE, DcpFolder, rank_of
 from ckptfix.checkpoint.folder import Component, NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -37,11 +37,12 @@ from ckptfix.diagnosis.findings.incomplete import (
     MismatchedNames,
     MissingRank,
     StrayShard,
+    UndecidedNames,
 )
-from ckptfix.diagnosis.wrapped_keys import STATE_DICT, is_undecided, nested_evidence
+from ckptfix.diagnosis.wrapped_keys import STATE_DICT, nested_evidence
 from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_items import ItemCheck, dcp_problems
-from ckptfix.formats.dcp_metadata import DcpMetadata
+from ckptfix.formats.dcp_items import PARAMS_KEY, ItemCheck, dcp_problems
+from ckptfix.formats.dcp_metadata import GROUPS_KEY, DcpMetadata
 from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
@@ -56,7 +57,7 @@ from ckptfix.wording import count_of, list_names
 def diagnose_dcp_folders(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
     """Find mismatched keys and damaged files in DCP folders. ``processes``: those of the run, if known."""
     states = tuple(states)
-    return [*_wrapped(states, processes), *_files(states)]
+    return [*_wrapped(states, processes or _processes(states)), *_files(states)]
 
 
 def _files(states: Iterable[DcpFolder]) -> list[Finding]:
@@ -421,10 +422,44 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
     to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
     for reference, unit in judged:
         findings += _judge(reference, unit, to_bare, evident)
-    has_other_evidence = to_bare or any(isinstance(one, MismatchedNames) for one in findings)
-    if not is_undecided(processes) or has_other_evidence:
+    if any(_is_renamed_in_part(unit) for unit in units.values()):
         return findings
-    return [as_kind(UndecidedPrefix, one) if isinstance(one, NestedPrefix) else one for one in findings]
+    # Without it, nothing distinguishes a second wrapper from a module of the model that is called 'module'.
+    kinds: dict[type[Finding], type[Finding]] = {
+        NestedPrefix: UndecidedPrefix,
+        MismatchedNames: UndecidedNames,
+    }
+    return [as_kind(kinds[type(one)], one) if type(one) in kinds else one for one in findings]
+
+
+def _processes(states: Iterable[DcpFolder]) -> int | None:
+    """Return the number of processes by the names of the data files, None for one: rank 0 can write for all."""
+    highest = max((rank_of(path) or 0 for state in states for path in state.data), default=0)
+    return highest + 1 if highest else None
+
+
+def _is_renamed_in_part(unit: list[_Place]) -> bool:
+    """Return whether an optimizer has other keys in its state than in its groups, but for their wrappers.
+
+    Torch writes the same keys into both, and the groups are pickled: an edit of ``.metadata`` reaches the state alone.
+    So no script reads what is there.
+    """
+    kept: dict[tuple[PurePosixPath, tuple[str, ...]], list[_Place]] = {}
+    listed: dict[tuple[PurePosixPath, tuple[str, ...]], list[_Place]] = {}
+    for place in unit:
+        path = place.scope.path
+        if place.scope.kind == OPTIMIZER_STATE:
+            kept.setdefault((place.state.path, path[:-1]), []).append(place)
+        elif place.scope.kind == PARAMS_KEY and GROUPS_KEY in path:
+            listed.setdefault((place.state.path, path[: path.index(GROUPS_KEY)]), []).append(place)
+    for optimizer, groups in listed.items():
+        in_groups = {name for place in groups for name in place.scope.names}
+        without_wrapper = {name for place in groups for name in _unwrapped(place)}
+        for place in kept.get(optimizer, ()):
+            is_apart = in_groups.isdisjoint(place.scope.names)
+            if is_apart and not without_wrapper.isdisjoint(_unwrapped(place)):
+                return True
+    return False
 
 
 def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:

@@ -44,9 +44,7 @@ def scope_key(component: Component, scope: NameScope) -> ScopeKey:
 def nested_evidence(processes: int | None) -> str:
     """Return the evidence that nested wrappers are damage, "" if one process saved them: it adds no wrapper."""
     if processes is None:
-        return (
-            "nothing shows how many processes saved it; DistributedDataParallel twice is the likeliest cause"
-        )
+        return "nothing shows how many processes saved it"
     return f"saved by {processes} processes" if processes > 1 else ""
 
 

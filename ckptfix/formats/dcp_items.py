@@ -280,7 +280,8 @@ _SMALL_ITEM = 1 << 14
 MAX_ITEM = 1 << 26
 """Longest item that is read, in bytes. The names of a million parameters take about 40 million."""
 
-NAME_KEYS = ("params", "param_names")
+PARAMS_KEY = "params"
+NAME_KEYS = (PARAMS_KEY, "param_names")
 """Keys of a parameter group whose value is a list of names."""
 
 

@@ -14,6 +14,7 @@ from ckptfix.diagnosis.equal_entries import Numbered
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnsafePickle
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.incomplete import UndecidedNames
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.reports import Serialized
 from ckptfix.storage.reading import FileIdentity
@@ -220,19 +221,28 @@ class Draft:
         return self._by_path.get(path, ())
 
     def undecided(self, paths: Iterable[PurePosixPath]) -> str | None:
-        """Return why the nested keys of these files stay, None where the evidence or an option decides about them."""
+        """Return why the keys of these files stay, None where the evidence or an option decides about them."""
         policy = self.policy
-        if policy.keys is not Keys.AUTO or not policy.allow.isdisjoint(
-            {NestedPrefix.code, WrapperPrefix.code}
-        ):
+        if policy.keys is not Keys.AUTO or WrapperPrefix.code in policy.allow:
             return None
-        for path in paths:
-            for finding in self.findings_of(path):
-                if isinstance(finding, UndecidedPrefix):
-                    return (
-                        "the unchanged script would not find its keys after a rename; add --keys bare for a bare "
-                        f"model, or --allow {finding.code} for {fitting(finding.target)}"
-                    )
+        asking = [
+            finding
+            for path in paths
+            for finding in self.findings_of(path)
+            if isinstance(finding, UndecidedPrefix | UndecidedNames)
+            if finding.code not in policy.allow and finding.chain != finding.target
+        ]
+        nested = next((one for one in asking if isinstance(one, UndecidedPrefix)), None)
+        if nested is not None:
+            return (
+                "the unchanged script would not find its keys after a rename; add --keys bare for a bare "
+                f"model, or --allow {nested.code} for {fitting(nested.target)}"
+            )
+        if asking:
+            return (
+                "the unchanged script would not find its keys after a rename; if the model or the optimizer was "
+                f"renamed by hand, add --allow {asking[0].code}"
+            )
         return None
 
     def add(

@@ -13,10 +13,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckptfix import Keys, Policy
 from fixtures.digests import tensor_digests
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp-2.13.0"
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+
+ONCE = Policy(allow=frozenset({"nested-prefix"}))
+"""The user says that a wrapper was added twice; the files of DCP alone do not show it."""
+
+
+def renaming(keys: Keys) -> Policy:
+    """Return the policy that renames nested keys: to one wrapper with AUTO."""
+    return ONCE if keys is Keys.AUTO else Policy(keys=keys)
 
 
 def copy(tmp_path: Path, name: str, *, keep: tuple[str, ...] = ()) -> Path:

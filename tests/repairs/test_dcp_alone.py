@@ -7,13 +7,13 @@ import pytest
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.errors import OperationError
-from tests.repairs.dcp_folders import MODEL, OPTIMIZER, copy, snapshot
+from tests.repairs.dcp_folders import MODEL, ONCE, OPTIMIZER, copy, snapshot
 from tests.storage.crash import Fault, points, strike
 
 SECOND = "pytorch_model_fsdp_1"
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(keys=Keys.BARE)], ids=["auto", "bare"])
+@pytest.mark.parametrize("policy", [ONCE, Policy(keys=Keys.BARE)], ids=["once", "bare"])
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 def test_a_folder_with_others_beside_it_keeps_its_names(tmp_path: Path, name: str, policy: Policy) -> None:
     folder = copy(tmp_path, "fsdp2-nested")
@@ -28,7 +28,7 @@ def test_a_folder_with_others_beside_it_keeps_its_names(tmp_path: Path, name: st
 
 def test_a_lone_folder_is_repaired(tmp_path: Path) -> None:
     folder = copy(tmp_path, "fsdp2-nested", keep=(MODEL,))
-    assert repair(folder / MODEL).status == 0
+    assert repair(folder / MODEL, policy=ONCE).status == 0
 
 
 def alone(folder: Path, name: str) -> Path:
@@ -45,7 +45,7 @@ def test_a_repair_of_one_folder_that_was_killed_is_told_above(tmp_path: Path) ->
     before = snapshot(own)
 
     def work() -> None:
-        repair(own)
+        repair(own, policy=ONCE)
 
     total = len(points(work))
     undo(own)

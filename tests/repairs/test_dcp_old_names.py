@@ -19,7 +19,7 @@ from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.formats import dcp_items
 from ckptfix.repairs import plan_dcp
 from ckptfix.repairs.plan_dcp import OldNames
-from tests.repairs.dcp_folders import change, loaded, snapshot
+from tests.repairs.dcp_folders import ONCE, change, loaded, snapshot
 from tests.repairs.test_dcp_together import TWICE, codes, flattened, optimizer, refused, weights
 from tests.tensors.dcp_making import save
 
@@ -125,7 +125,7 @@ def test_a_text_that_holds_an_old_name_stays_so_that_all_do(tmp_path: Path, othe
 def test_other_texts_are_no_reason_to_stay(tmp_path: Path, other: dict[str, Any]) -> None:
     save(tmp_path / "all", {"model": weights(TWICE), **other})
     before = snapshot(tmp_path)
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
     assert set(loaded(tmp_path / "all")["model"]) == set(weights("module."))
     undo(tmp_path)
     assert snapshot(tmp_path) == before
@@ -179,7 +179,7 @@ def test_a_model_below_a_key_called_state(tmp_path: Path) -> None:
 def test_a_model_alone_below_a_key_called_state(tmp_path: Path) -> None:
     save(tmp_path / "all", {"net": {"state": weights(TWICE)}})
     assert codes(tmp_path) == ["nested-prefix"]
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
     assert set(loaded(tmp_path / "all")["net"]["state"]) == set(weights("module."))
 
 
@@ -205,7 +205,7 @@ def test_what_may_be_no_names_of_parameters_gets_no_wrapper(
     save(tmp_path / "all", {"model": weights(TWICE), **other})
     save(tmp_path / "ddp" / "all", {"model": weights(""), **other})
     refused(tmp_path / "ddp", reason, DDP)
-    assert repair(tmp_path / "all").status == 0
+    assert repair(tmp_path / "all", policy=ONCE).status == 0
 
 
 def test_bare_models_below_a_key_called_state_get_no_wrapper(tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ def test_a_module_called_state_beside_a_flattened_optimizer(tmp_path: Path) -> N
     options = {f"param_groups.{name}.lr": 0.1 for name in one}
     save(tmp_path / "all", {**one, **{f"state.{name}.exp_avg": torch.ones(2) for name in one}, **options})
     refused(tmp_path, "'state.weight' would no longer be taken for a key of the model of all/.metadata", BARE)
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
 
 
 def test_a_module_called_as_the_groups_of_an_optimizer(tmp_path: Path) -> None:
     one = {f"{TWICE}param_groups.weight": torch.ones(2), f"{TWICE}head.weight": torch.ones(2)}
     save(tmp_path / "all", {"model": one})
     refused(tmp_path, "'param_groups.weight' would no longer be taken for a key of ['model']", BARE)
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
 
 
 def test_a_parameter_called_as_a_number(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_parameter_called_as_a_number(tmp_path: Path) -> None:
     state = {"state": {name: {"exp_avg": torch.ones(2)}}, "param_groups": groups}
     save(tmp_path / "all", {"model": {name: torch.ones(2), f"{TWICE}w": torch.ones(2)}, "optimizer": state})
     refused(tmp_path, "would be taken for a number", BARE)
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
 
 
 def test_names_of_another_model_are_no_old_names() -> None:
@@ -289,7 +289,7 @@ def test_undo_of_a_repair_that_was_killed_before_it_began(tmp_path: Path) -> Non
         import ckptfix.storage.journal as journal
 
         journal.__dict__["Workspace"] = lambda *_: os._exit(9)
-        repair(tmp_path)
+        repair(tmp_path, policy=ONCE)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert (tmp_path / ".ckptfix").is_dir()

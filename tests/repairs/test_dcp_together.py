@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from ckptfix import Keys, Policy, check, repair, seal, undo, verify
 from ckptfix.repairs.repair import RepairReceipt
 from ckptfix.verification.verify_report import Outcome
-from tests.repairs.dcp_folders import MODEL, OPTIMIZER, change, copy, loaded, snapshot
+from tests.repairs.dcp_folders import MODEL, ONCE, OPTIMIZER, change, copy, loaded, renaming, snapshot
 from tests.tensors.dcp_making import save
 
 NAMES = ("0.weight", "0.bias", "1.weight")
@@ -66,7 +66,7 @@ def test_a_model_that_lies_flat_beside_other_things(tmp_path: Path, keys: Keys, 
     save(folder, {**weights(TWICE), **extra, "step": 5, "optimizer": optimizer(TWICE)})
     assert codes(folder) == ["nested-prefix"] * 3
     before = snapshot(folder)
-    receipt = repair(folder, policy=Policy(keys=keys))
+    receipt = repair(folder, policy=renaming(keys))
     assert receipt.status == 0
     content = loaded(folder)
     assert set(content) == {prefix + name for name in (*NAMES, "0._extra_state")} | {"step", "optimizer"}
@@ -166,7 +166,7 @@ def test_an_optimizer_is_judged_by_the_model_whose_names_it_has(tmp_path: Path) 
     state = {"model": weights(TWICE), "teacher": weights("module.", 3.0)}
     save(tmp_path / "all", {**state, "optimizer": optimizer("module.")})
     assert codes(tmp_path) == ["nested-prefix", "wrapper-prefix"]
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
     content = loaded(tmp_path / "all")
     assert set(content["model"]) == set(content["teacher"]) == {f"module.{name}" for name in NAMES}
 
@@ -181,7 +181,7 @@ def test_a_copy_under_other_keys_is_not_left_behind(tmp_path: Path) -> None:
 def test_other_tensors_beside_a_model_are_no_reason(tmp_path: Path) -> None:
     state = {"model": weights(TWICE), "optimizer": optimizer(TWICE), "seen": {"tokens": torch.tensor(3)}}
     save(tmp_path / "all", state)
-    assert repair(tmp_path).status == 0
+    assert repair(tmp_path, policy=ONCE).status == 0
     content = loaded(tmp_path / "all")
     assert set(content["model"]) == {f"module.{name}" for name in NAMES}
     assert set(content["seen"]) == {"tokens"}
@@ -205,7 +205,7 @@ def test_an_optimizer_of_another_number_does_not_hold_it_back(tmp_path: Path) ->
     folder = copy(tmp_path, "fsdp2-nested")
     (folder / OPTIMIZER).rename(folder / "optimizer_4")
     (folder / "optimizer_4" / ".metadata").write_bytes(bytes(300))
-    receipt = repair(folder)
+    receipt = repair(folder, policy=ONCE)
     assert [str(step.action.path) for step in receipt.steps if hasattr(step.action, "path")] == [
         f"{MODEL}/.metadata"
     ]
@@ -235,7 +235,7 @@ def test_a_manifest_follows(tmp_path: Path, layout: str) -> None:
     }
     save(folder, layouts[layout])
     seal(folder, force=True)
-    assert repair(folder).status == 0
+    assert repair(folder, policy=ONCE).status == 0
     items = verify(folder).items
     assert len(items) >= len(NAMES)
     assert [item for item in items if item.outcome is not Outcome.MATCH] == []

@@ -36,7 +36,7 @@ SCENARIOS = {
     "a zip": ("lone-nested-train", Policy()),
     "rename": ("lone-nested-safetensors", Policy()),
     "rename shards and index": ("sharded-gpt2-nested", Policy()),
-    "a DCP folder": ("../golden/nested-prefix-dcp", Policy()),
+    "a DCP folder": ("../golden/nested-prefix-dcp", Policy(allow=frozenset({"nested-prefix"}))),
 }
 Objects = dict[str, bytes]
 
@@ -77,7 +77,7 @@ def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path
     fixture, policy = SCENARIOS[name]
     old = put(bucket, FIXTURES / fixture / "checkpoint")
     shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
-    here = repair(tmp_path / "checkpoint_7", policy=Policy(atomic=True))
+    here = repair(tmp_path / "checkpoint_7", policy=Policy(allow=policy.allow, atomic=True))
     there = repair(URL, policy=policy)
     assert here.steps
     assert objects(bucket) == files(tmp_path / "checkpoint_7")
@@ -262,7 +262,7 @@ def test_a_repaired_copy_is_proven_before_its_marker(bucket: Cloud, tmp_path: Pa
     fixture, policy = SCENARIOS[name]
     put(bucket, FIXTURES / fixture / "checkpoint")
     shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
-    here = repair(tmp_path / "checkpoint_7", policy=Policy(atomic=True))
+    here = repair(tmp_path / "checkpoint_7", policy=Policy(allow=policy.allow, atomic=True))
     before = dict(bucket.objects)
     receipt = repair(URL, policy=policy, output=COPY)
     assert receipt.transaction is None

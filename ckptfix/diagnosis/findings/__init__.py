@@ -52,6 +52,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     Salvaged,
     StagingFolder,
     StrayShard,
+    UndecidedNames,
 )
 from ckptfix.diagnosis.findings.inconsistent import (
     InconsistentGroups,
@@ -174,6 +175,7 @@ __all__ = [
     "TrainerPickle",
     "TruncatedFile",
     "UncheckedFile",
+    "UndecidedNames",
     "UndecidedPrefix",
     "UnknownState",
     "UnloadablePickle",

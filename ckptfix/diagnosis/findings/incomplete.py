@@ -376,6 +376,25 @@ class MismatchedNames(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndecidedNames(MismatchedNames):
+    """An optimizer whose keys agree with one another and not with its model's: the script may save and read both so."""
+
+    code = "mismatched-names"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--allow mismatched-names"
+
+    @property
+    def advice(self) -> str:
+        """Advice to keep the keys for the script that wrote them, and to rename after a rename by hand."""
+        return (
+            "right for a script that saves both so, such as ddp.state_dict() next to get_optimizer_state_dict(), which "
+            "would not find its keys after a rename; if the model or the optimizer was renamed by hand: "
+            f"ckptfix repair DIR {self.option}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptedSave(Finding):
     """Data without the metadata that is written last, or a file that was never moved into place."""
 
