@@ -19,9 +19,9 @@ from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
-from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.resumable import choose, examine
+from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.doors import made

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_components
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, compared, judge_bare
+from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, surplus_objects
 from ckptfix.diagnosis.file_damage import DeepSpeedState
@@ -31,6 +31,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     Salvaged,
     StagingFolder,
 )
+from ckptfix.diagnosis.siblings import Siblings, compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.errors import CkptfixError, UsageError

@@ -17,9 +17,9 @@ from ckptfix.checkpoint.filenames import Role, split_number
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import folder_next_to
-from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
+from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import origin_of
 from ckptfix.wording import count_of

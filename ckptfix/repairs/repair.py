@@ -34,7 +34,7 @@ from ckptfix.diagnosis.check import (
     status_of,
     with_below,
 )
-from ckptfix.diagnosis.completeness import STATES_ALONE, Siblings, judge_bare
+from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.duplicates import (
@@ -45,6 +45,7 @@ from ckptfix.diagnosis.findings.duplicates import (
 )
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
+from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import ChangedError, FileChangedError, OperationError, UsageError
 from ckptfix.formats.dcp_metadata import METADATA_NAME

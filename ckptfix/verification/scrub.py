@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check
-from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
+from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized

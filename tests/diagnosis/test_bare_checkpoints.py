@@ -22,6 +22,7 @@ from ckptfix.cli import run
 from ckptfix.cli.check import Runs
 from ckptfix.diagnosis import completeness
 from ckptfix.diagnosis.resumable import choose, examine
+from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.errors import UsageError
 from ckptfix.storage import stores
 from ckptfix.storage.stores import TRAFFIC
@@ -253,7 +254,7 @@ def test_damaged_checkpoints_next_to_bare_ones_are_looked_at_once(
         return incomplete(checkpoint, reads_files=reads_files)
 
     monkeypatch.setattr("ckptfix.diagnosis.check.incomplete", counting)
-    siblings = completeness.Siblings()
+    siblings = Siblings()
     for number in range(1, 9):
         assert check(tmp_path / f"checkpoint_{number}", siblings=siblings).status == 1
     assert looks.keys() == {f"checkpoint_{number}" for number in range(1, 9)}

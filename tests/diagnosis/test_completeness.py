@@ -11,7 +11,7 @@ import torch
 from ckptfix import check, seal
 from ckptfix.checkpoint.neighbours import names_next_to
 from ckptfix.cli import run
-from ckptfix.diagnosis import completeness
+from ckptfix.diagnosis import siblings as runs
 from tests.repairs.builders import TRAINER_RANDOM_STATES
 from tests.tensors import dcp_making
 
@@ -157,8 +157,8 @@ def test_each_folder_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest
         listed.append(name)
         return names_next_to(folder, name)
 
-    monkeypatch.setattr(completeness, "names_next_to", listing)
-    siblings = completeness.Siblings([tmp_path], is_recursive=True)
+    monkeypatch.setattr(runs, "names_next_to", listing)
+    siblings = runs.Siblings([tmp_path], is_recursive=True)
     before, after = siblings.around(roots[3])
     assert [save.name for save in before] == ["checkpoint_2", "checkpoint_1"]
     assert [save.name for save in after] == ["checkpoint_4", "checkpoint_5"]
@@ -170,10 +170,10 @@ def test_each_folder_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest
 
 
 def test_runs_that_were_compared_are_forgotten(tmp_path: Path) -> None:
-    siblings = completeness.Siblings([tmp_path], is_recursive=True)
+    siblings = runs.Siblings([tmp_path], is_recursive=True)
     for number in range(1000):
         siblings.around(tmp_path / f"run{number}" / "checkpoint_1")
-    assert len(siblings._runs) == completeness._MOST_RUNS
+    assert len(siblings._runs) == runs._MOST_RUNS
 
 
 def test_a_checkpoint_given_twice_counts_once(tmp_path: Path) -> None:
