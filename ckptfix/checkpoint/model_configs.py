@@ -131,6 +131,13 @@ def broken_config(path: Path) -> str:
     return ""
 
 
+def is_empty_config(path: Path) -> bool:
+    """Return whether a config is an object without a key."""
+    with suppress(OSError, ValueError):
+        return not _read_object(path)
+    return False
+
+
 def library_of(config: Path) -> str:
     """Return the library whose ``from_pretrained`` takes the model of a config, "" where it does not say.
 

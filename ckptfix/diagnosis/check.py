@@ -14,7 +14,7 @@ from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
-from ckptfix.checkpoint.model_configs import may_hold_weights, pipeline_components
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, may_hold_weights, pipeline_components
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
@@ -351,12 +351,15 @@ def resume_problem(checkpoint: Path) -> str | None:
         report = check(checkpoint)
     except (CkptfixError, OSError) as error:
         return described(error)
-    return next((str(finding) for finding in _stopping(report)), None)
+    return next(_stopping(report), None)
 
 
-def _stopping(report: CheckReport) -> Iterator[Finding]:
-    """Yield the findings of a folder and of the models below it that stop a resume.
+def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False) -> Iterator[str]:
+    """Yield in words the findings of a folder and of the models below it that stop a resume.
 
+    ``where``: the beginning of the sentence, for a folder below.
+    ``is_of_hook``: it is a model below a folder of ``save_state``. Only a hook of the script reads it, and
+    ``from_pretrained`` fails where its config cannot be read.
     Next to weights that a library reads, nothing loads a file under a name of the script's own, such as ``tokens.bin``.
     Alone it may be the model, which a hook of the script loads.
     """
@@ -368,10 +371,14 @@ def _stopping(report: CheckReport) -> Iterator[Finding]:
         one.path for one in folder.components if one.role is Role.UNKNOWN and not one.name.is_of_library
     }
     for finding in report.findings:
-        if finding.stops_resume and not (has_weights and finding.path in unread):
-            yield finding
+        is_config = isinstance(finding, IncompleteCheckpoint) and str(finding.path) in (CONFIG, ADAPTER)
+        if (finding.stops_resume and not (has_weights and finding.path in unread)) or (
+            is_of_hook and is_config
+        ):
+            yield f"{where}{finding}"
     for below in report.below:
-        yield from _stopping(below)
+        inside = f"{below.path.relative_to(report.path)}/: "
+        yield from _stopping(below, f"{where}{inside}", is_of_hook=is_of_hook or folder.is_save_state)
 
 
 def _says_why(finding: Finding) -> bool:

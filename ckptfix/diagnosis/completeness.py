@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
+    STEMS_OF_LIBRARIES,
     TRAINER,
     TRAINER_STATE,
     Role,
@@ -46,6 +47,7 @@ from ckptfix.checkpoint.model_configs import (
     PIPELINE,
     LostModel,
     broken_config,
+    is_empty_config,
     lost_model,
     lost_models,
     may_hold_weights,
@@ -148,16 +150,23 @@ def _incomplete_of_trainer(
     # Also the names of sub-folders.
     names = [path.name for path in (*_paths(folder), *folder.strays)]
     is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
+    of_diffusers = STEMS_OF_LIBRARIES["diffusers"][".bin"]
+    models = (one.name.model for one in folder.components)
+    is_of_diffusers = any(model is not None and model.stem in of_diffusers for model in models)
     for name, (without, with_wrong) in _READ_BY.items() if is_of_library else ():
         nowhere = leads_nowhere(folder.root / name) if name in names else ""
         broken = nowhere or (broken_config(folder.root / name) if name in names else "")
+        effect = without if nowhere else with_wrong
+        # diffusers always writes the class. PyTorchModelHubMixin writes {} for a model without arguments.
+        if not broken and name == CONFIG in names and is_of_diffusers and is_empty_config(folder.root / name):
+            broken, effect = "an empty object", "from_pretrained makes a model of the default sizes"
         if broken:
             yield IncompleteCheckpoint(
                 path=PurePosixPath(name),
                 missing=(name,),
                 known_by="it cannot be read",
                 of_trainer=True,
-                problem=f"{broken}, so {without if nowhere else with_wrong}",
+                problem=f"{broken}, so {effect}",
                 is_wrong=True,
             )
     is_hidden = any(file.wanted in _READ_BY for file in hidden)

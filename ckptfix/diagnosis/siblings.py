@@ -3,8 +3,9 @@
 import os
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import NamedTuple
@@ -12,7 +13,9 @@ from typing import NamedTuple
 from ckptfix.checkpoint.filenames import (
     TRAINER_STATE,
     Role,
+    describe_folder_name,
     family_of,
+    is_one_of_several,
     name_of_trainer,
     parse_deepspeed_folder_name,
     parse_file_name,
@@ -20,10 +23,17 @@ from ckptfix.checkpoint.filenames import (
     split_number,
 )
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.incomplete import FewerRanks, IncompleteCheckpoint, LostPosition
+from ckptfix.diagnosis.findings.incomplete import (
+    FewerRanks,
+    IncompleteCheckpoint,
+    LaterModel,
+    LostModelFiles,
+    LostPosition,
+)
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import names_in, origin_of
 
@@ -37,17 +47,34 @@ Part = tuple[Role, int]
 """A role and the position of an entry, or the rank of a state of generators."""
 
 
-class _Sibling(NamedTuple):
-    name: str
+class Names(NamedTuple):
+    """The names in a checkpoint. ``parts``: as of ``parts_of``. ``folders``: names that may be of plain sub-folders."""
+
     parts: dict[Part, str]
+    folders: frozenset[str] = frozenset()
+    is_pipeline: bool = False
+
+
+class Sibling(NamedTuple):
+    """A save next to a checkpoint. ``model_in``: as of ``model_files``, for one of its sub-folders."""
+
+    name: str
+    names: Names
+    model_in: Callable[[str], frozenset[str]]
+
+    @property
+    def parts(self) -> dict[Part, str]:
+        """Its parts."""
+        return self.names.parts
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The folders of one run in order of their numbers. ``parts``: those of each listed folder, by its name."""
+    """The folders of one run in order of their numbers, the names in those listed, and the models in their folders."""
 
     folders: tuple[tuple[int, str], ...]
-    parts: dict[str, dict[Part, str]]
+    names: dict[str, Names]
+    models: dict[tuple[str, str], frozenset[str]]
 
 
 _MOST_RUNS = 32
@@ -88,14 +115,14 @@ class Siblings:
 
         return look
 
-    def around(self, folder: Path) -> tuple[list[_Sibling], list[_Sibling]]:
+    def around(self, folder: Path) -> tuple[list[Sibling], list[Sibling]]:
         """Return the nearest saves before a numbered checkpoint and after it, the nearest first."""
         named = split_number(folder.name)
         assert named is not None
         stem, number = named
         key = (folder.parent, stem)
         with self._lock:
-            run = self._runs.pop(key, None) or _Run(tuple(sorted(self._names(folder, stem))), {})
+            run = self._runs.pop(key, None) or _Run(tuple(sorted(self._names(folder, stem))), {}, {})
             self._runs[key] = run
             if len(self._runs) > _MOST_RUNS:
                 self._runs.popitem(last=False)
@@ -121,21 +148,59 @@ class Siblings:
         return ()
 
 
-def _saves(run: _Run, folder: Path, near: Iterable[tuple[int, str]]) -> list[_Sibling]:
-    saves: list[_Sibling] = []
+def _saves(run: _Run, folder: Path, near: Iterable[tuple[int, str]]) -> list[Sibling]:
+    saves: list[Sibling] = []
     for _, name in near:
-        if name not in run.parts:
-            parts: dict[Part, str] = {}
+        if name not in run.names:
+            names = Names({})
             with suppress(CkptfixError, OSError):
-                parts = parts_of(map(PurePosixPath, sorted(names_next_to(folder, name))), _NEXT_TO)
+                names = names_of(map(PurePosixPath, sorted(names_next_to(folder, name))))
             # Most checkpoints of a run have equal names: 100,000 of them share one dict.
-            last = next(reversed(run.parts.values()), None)
-            run.parts[name] = last if last == parts and last is not None else parts
-        if _is_save(run.parts[name]):
-            saves.append(_Sibling(name, run.parts[name]))
+            last = next(reversed(run.names.values()), None)
+            run.names[name] = last if last == names and last is not None else names
+        if _is_save(run.names[name].parts):
+            saves.append(Sibling(name, run.names[name], partial(_model_next_to, run, folder, name)))
         if len(saves) == _NEAR:
             break
     return saves
+
+
+def _model_next_to(run: _Run, folder: Path, name: str, below: str) -> frozenset[str]:
+    """Return the files of a model in a sub-folder of a checkpoint next to a folder; it is listed once."""
+    key = name, below
+    if key not in run.models:
+        files: Iterable[str] = ()
+        with suppress(CkptfixError, OSError):
+            files = names_next_to(folder, f"{name}/{below}")
+        run.models[key] = model_files(files)
+    return run.models[key]
+
+
+def names_of(names: Iterable[PurePosixPath]) -> Names:
+    """Return the names in a checkpoint. A listing does not say which are folders: those of models have no dot."""
+    names = tuple(names)
+    folders = frozenset(
+        path.name
+        for path in names
+        if "." not in path.name
+        and describe_folder_name(path.name) is None
+        and not is_one_of_several(path.name)
+    )
+    return Names(parts_of(names, _NEXT_TO), folders, is_pipeline=PurePosixPath(PIPELINE) in names)
+
+
+def model_files(names: Iterable[str]) -> frozenset[str]:
+    """Return the configs and the weights by which a library finds a model in a folder; of shards the index alone.
+
+    A folder without such weights holds no model, whatever else is in it: a tokenizer has configs, too.
+    """
+    parsed = {name: parse_file_name(name) for name in names}
+    weights = {name for name, file in parsed.items() if file is not None and file.is_of_library}
+    whole = {name for name in weights if (file := parsed[name]) is not None and file.shard is None}
+    return frozenset((whole or weights) | (_CONFIGS & parsed.keys())) if weights else frozenset()
+
+
+_CONFIGS = {CONFIG, ADAPTER}
 
 
 def compared(
@@ -149,7 +214,7 @@ def compared(
     all that follow. The newest and the oldest are compared with the two next to them, and both must have it.
     States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. If only one
     neighbour exists, as for the newest checkpoint, they are a note. A folder with random states of other ranks than 0
-    alone lacks all that any checkpoint near it has.
+    alone lacks all that any checkpoint near it has. Models in sub-folders: ``_lost_from_folders``.
     """
     manifest = usable_manifest(folder)
     origin = Path(os.path.abspath(origin_of(home or folder)))
@@ -183,6 +248,8 @@ def compared(
             return all(any(part in save.parts for save in side) for side in (before, after))
         return all(part in save.parts for save in near)
 
+    if not is_of_others:
+        yield from _lost_from_folders(folder, names, before, after, known)
     examples = {part: name for save in near for part, name in save.parts.items()}
     missing = [part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)]
     # A neighbour may have shards where another finding names one file.
@@ -213,6 +280,72 @@ def compared(
                 and lost[0] not in hidden
                 and not any(_is_shown(part, own, examples) for part in lost),
             )
+
+
+def _lost_from_folders(
+    root: Path,
+    names: Iterable[PurePosixPath],
+    before: Sequence[Sibling],
+    after: Sequence[Sibling],
+    known: Collection[str],
+) -> Iterator[Finding]:
+    """Yield the files of models in sub-folders that a checkpoint lacks, and that all those next to it have.
+
+    Hooks of diffusers' scripts save ``unet/`` and ``unet_ema/`` so. A folder that exists without its weights or its
+    config was cut. One that is missing in the newest checkpoint may be of a model that the script no longer saves, in
+    the oldest of one that it saves since. Pipelines that a script saves now and then show nothing.
+    """
+    own = names_of(names)
+    near = [*before, *after]
+    is_of_trainer = PurePosixPath(TRAINER_STATE) in names
+    if any(save.names.is_pipeline and not own.is_pipeline for save in near):
+        return
+    is_newest, is_oldest = not after, not before
+    for below in sorted(frozenset.intersection(*(save.names.folders for save in near))):
+        if any(name.startswith(f"{below}/") for name in known):
+            continue
+        is_there = os.path.isdir(root / below)
+        files = frozenset(path.name for path in _names(root / below)) if is_there else frozenset()
+        weights = bool(model_files(files))
+        # Most folders end here: those next to them are not listed.
+        if files and weights is not _CONFIGS.isdisjoint(files):
+            continue
+        models = [save.model_in(below) for save in near]
+        if not all(models):
+            continue
+        lost = frozenset.intersection(*models) & _CONFIGS - files
+        if not weights:
+            lost |= models[0] - _CONFIGS
+        if not lost:
+            continue
+        is_needed = is_there or _is_needed(root, below, own)
+        kind = LaterModel if is_oldest and not (is_needed or is_newest) else LostModelFiles
+        yield kind(
+            path=PurePosixPath(below, min(lost)),
+            missing=tuple(f"{below}/{name}" for name in sorted(lost)),
+            known_by=f"{len(near)} of {len(near)} checkpoints next to it have {'it' if len(lost) == 1 else 'them'}",
+            of_trainer=is_of_trainer,
+            may_be_dropped=is_newest and not is_needed,
+        )
+
+
+def _is_needed(root: Path, below: str, own: Names) -> bool:
+    """Return whether other files of a checkpoint show that the model of a missing sub-folder was saved.
+
+    Its average does, or an optimizer without a model.
+    """
+    models = {name for name in own.folders if model_files(path.name for path in _names(root / name))}
+    if any(name != _without_average(name) == below for name in models):
+        return True
+    count = sum(name == _without_average(name) for name in models)
+    roles = Counter(role for role, _ in own.parts)
+    is_average = below != _without_average(below)
+    return not is_average and roles[Role.OPTIMIZER] == count + roles[Role.MODEL] + 1
+
+
+def _without_average(name: str) -> str:
+    """Return the name of the folder of the model of which a folder has the average, as diffusers' scripts call them."""
+    return "_".join(word for word in name.split("_") if word != "ema")
 
 
 def _is_shown(lost: Part, own: Collection[Part], near: Collection[Part]) -> bool:

@@ -55,7 +55,7 @@ def leave(path: Path, *files: str, age: float = 3600.0) -> Path:
     path.mkdir(parents=True)
     for name in files:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text("{}")
+        (path / name).write_text('{"a": 1}')
         if name.endswith(NESTED):
             shutil.copy(CLEAN / "model.safetensors", path / name)
     then = time.time() - age

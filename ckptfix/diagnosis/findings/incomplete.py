@@ -198,6 +198,39 @@ class LostPosition(IncompleteCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostModelFiles(IncompleteCheckpoint):
+    """Weights or configs of a model in a sub-folder, which the checkpoints next to it have: a hook saves them."""
+
+    @property
+    def stops_resume(self) -> bool:
+        """True where the script surely saved them. ``from_pretrained`` in its load hook fails without a config, too."""
+        return not (self.of_trainer or self.may_be_dropped) and self.severity is not Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to copy the files again."""
+        what = "this file" if len(self.missing) == 1 else "these files"
+        ignore = "; ignore this if the script no longer saves this model" if self.may_be_dropped else ""
+        return (
+            f"a load hook that calls from_pretrained fails without {what}; copy {what} again, or resume from a "
+            f"complete checkpoint{ignore}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterModel(LostModelFiles):
+    """A model that all later checkpoints have, and the oldest one lacks: an average may begin later in a run."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to compare with the script."""
+        what = "this file" if len(self.missing) == 1 else "these files"
+        return f"nothing to do if the script began to save this model later; else copy {what} again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostTag(IncompleteCheckpoint):
     """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint in the folder."""
 
