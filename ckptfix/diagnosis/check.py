@@ -31,6 +31,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     Salvaged,
     StagingFolder,
 )
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.siblings import Siblings, compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
@@ -323,7 +324,13 @@ def missing_here(
     folder = diagnosis.folder
     return (
         *missing,
-        *diagnose_exchanged(folder, siblings, damaged, home=home),
+        *diagnose_exchanged(
+            folder,
+            siblings,
+            damaged,
+            is_contradicted=any(isinstance(finding, MismatchedRates) for finding in diagnosis.findings),
+            home=home,
+        ),
         *surplus_objects(folder, siblings, home=home),
     )
 

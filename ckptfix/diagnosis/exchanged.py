@@ -1,9 +1,12 @@
 """Models and optimizers under the file name of another one, or of another run, and custom objects too many.
 
 Accelerate numbers what a script prepares, in the order of the script. So nothing in a folder shows which model or
-optimizer belongs under a number, and the checkpoints next to it do. Their headers are read where a file has another
-size there: files of equal keys, shapes and dtypes have equal sizes in all saves of a run (measured with accelerate
-1.15, safetensors 0.8 and torch 2.13).
+optimizer belongs under a number, and the checkpoints next to it do. Neither does a folder with one model show whether
+the model is that of the run: every key may have another name.
+
+Each file is compared with the nearest checkpoint by its size, and by the bytes of its header or the sizes of its zip
+records. These are equal in all saves of a run (measured with accelerate 1.15, safetensors 0.8 and torch 2.13), and the
+headers of up to four checkpoints are read only where they differ.
 """
 
 import os
@@ -14,23 +17,30 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import Role, split_number
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import folder_next_to
 from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.reading import origin_of
-from ckptfix.wording import count_of
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_end, read_entries
+from ckptfix.storage.reading import open_reader, origin_of, store_of
+from ckptfix.wording import count_of, list_names
 
 _ROLES = (Role.MODEL, Role.OPTIMIZER)
 
 
 class _Entry(NamedTuple):
-    """A model or an optimizer by its headers. ``shapes``: bare key -> shape; ``saved``: None for a model."""
+    """A model or an optimizer by its headers.
+
+    ``keys``: key -> shape; ``shapes``: bare key -> shape; ``saved``: None for a model.
+    """
 
     path: PurePosixPath
+    keys: dict[str, Shape]
     shapes: dict[str, Shape]
     saved: SavedOptimizer | None
 
@@ -39,7 +49,7 @@ class _Entry(NamedTuple):
         if self.saved is None or entry.saved is None:
             return self.shapes == entry.shapes
         have, expected = self.saved, entry.saved
-        if have.options != expected.options or list(map(len, have.groups)) != list(map(len, expected.groups)):
+        if _lacking(have, expected) or _sizes(have) != _sizes(expected):
             return False
         return all(
             shape == shape_there
@@ -58,6 +68,66 @@ class _Entry(NamedTuple):
             2 * (shapes & expected).total() < expected.total()
         )
 
+    def is_renamed(self, entry: "_Entry") -> bool:
+        """Return whether a model has the shapes of an entry, and none of its keys."""
+        return self.shapes.keys().isdisjoint(entry.shapes) and (
+            Counter(self.shapes.values()) == Counter(entry.shapes.values())
+        )
+
+    def is_shuffled(self, entry: "_Entry") -> bool:
+        """Return whether an optimizer has the groups and the moments of an entry, and gives them to others."""
+        if self.saved is None or entry.saved is None or _sizes(self.saved) != _sizes(entry.saved):
+            return False
+        have, expected = (
+            Counter(tuple(sorted(_shapes(states).items())) for states in saved.states.values())
+            for saved in (self.saved, entry.saved)
+        )
+        return have == expected
+
+    def difference(self, entry: "_Entry") -> tuple[str, str]:
+        """Return in words what this one has, and what the other entry of its number has."""
+        if self.saved is None or entry.saved is None:
+            strange = len(self.keys.items() - entry.keys.items())
+            words = f", {strange} of them with other keys or shapes" if strange else ""
+            return f"{count_of(len(self.shapes), 'tensor')}{words}", count_of(len(entry.shapes), "tensor")
+        have, expected = self.saved, entry.saved
+        if _sizes(have) != _sizes(expected):
+            return _groups(have), _groups(expected)
+        if lacking := _lacking(have, expected):
+            return f"param groups without {list_names(lacking)}", "param groups with these options"
+        count = sum(
+            any(_shapes(expected.states.get(name, {})).get(state, shape) != shape for state, shape in own)
+            for name, own in ((name, _shapes(states).items()) for name, states in have.states.items())
+        )
+        return f"moments of other shapes for {count_of(count, 'parameter')}", "the shapes of its parameters"
+
+
+_OF_SCHEDULERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "initial_momentum", "swa_lr")
+)
+"""Options that schedulers of torch add to param groups. No step of an optimizer reads them."""
+
+
+def _lacking(have: SavedOptimizer, expected: SavedOptimizer) -> list[str]:
+    """Return the options that an optimizer lacks. A load keeps options too many, as a newer torch adds them."""
+    return sorted(expected.options - have.options - _OF_SCHEDULERS)
+
+
+def _sizes(saved: SavedOptimizer) -> list[int]:
+    return [len(group) for group in saved.groups]
+
+
+def _groups(saved: SavedOptimizer) -> str:
+    sizes = _sizes(saved)
+    of_each = (
+        "" if len(sizes) < 2 else f" ({', '.join(map(str, sizes[:8]))}{', ...' if len(sizes) > 8 else ''})"
+    )
+    return f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
+
+
+def _shapes(states: Mapping[str, Shape | None]) -> dict[str, Shape]:
+    return {state: shape for state, shape in states.items() if shape is not None}
+
 
 class _Neighbour(NamedTuple):
     """A checkpoint with the same files as this one. ``is_in_order``: its optimizers fit the models of their numbers."""
@@ -72,12 +142,14 @@ def diagnose_exchanged(
     siblings: Siblings,
     damaged: frozenset[PurePosixPath],
     *,
+    is_contradicted: bool = False,
     home: Path | None = None,
 ) -> Iterator[MisplacedEntry]:
     """Yield the models and optimizers that the checkpoints next to this one have under other names, or not at all.
 
-    Only several of them can be exchanged; that a single one fits is judged by the folder itself. ``damaged``: files
-    with an error. ``home``: where its neighbours are, for a copy of another folder.
+    ``damaged``: files with an error. ``is_contradicted``: a scheduler has learning rates of other param groups.
+    ``home``: where its neighbours are, for a copy of another folder. A checkpoint with a damaged file, or whose
+    optimizers contradict its models, shows nothing about an intact one.
     """
     origin = Path(os.path.abspath(origin_of(home or folder.root)))
     if folder.only is not None or split_number(origin.name) is None:
@@ -86,19 +158,49 @@ def diagnose_exchanged(
         components
         for role in _ROLES
         for components in folder.entries(role)
-        if len(components) > 1 and damaged.isdisjoint(one.path for one in components)
+        if (len(components) > 1 or folder.is_save_state)
+        and damaged.isdisjoint(component.path for component in components)
     ]
-    sizes = {one.path: one.size for components in lists for one in components}
+    files = {component.path: component for components in lists for component in components}
     roles = {components[0].role for components in lists}
-    near = _neighbours(origin, siblings, sizes, roles) if lists else []
-    if not near or (len(near) == 1 and not near[0].is_in_order and _is_in_order(folder)):
+    near = _neighbours(origin, siblings, files, roles) if lists else []
+    is_in_order = not near or _is_in_order(folder)
+    near = [neighbour for neighbour in near if neighbour.is_in_order or not is_in_order]
+    if not near:
         return
+    is_contradicted = is_contradicted or (not is_in_order and near[0].is_in_order)
+    compared = []
     for components in lists:
-        paths = [one.path for one in components]
+        paths = [component.path for component in components]
         own = _entries(folder, paths)
-        known = [(one.is_earlier, entries) for one in near if (entries := _entries(one.folder, paths))]
+        known = [
+            (neighbour.is_earlier, entries)
+            for neighbour in near
+            if (entries := _entries(neighbour.folder, paths))
+        ]
         if own and known:
-            yield from _misplaced(components[0].role, own, known)
+            compared.append((components[0].role, own, known))
+    has_same_optimizers = all(
+        entry.is_alike(expected)
+        for role, own, known in compared
+        if role is Role.OPTIMIZER
+        for entry, expected in zip(own, known[0][1], strict=True)
+    ) and any(role is Role.OPTIMIZER for role, _, _ in compared)
+    has_same_models = all(
+        entry.shapes == expected.shapes
+        for role, own, known in compared
+        if role is Role.MODEL
+        for entry, expected in zip(own, known[0][1], strict=True)
+    )
+    for role, own, known in compared:
+        yield from _misplaced(
+            role,
+            own,
+            known,
+            is_contradicted=is_contradicted,
+            is_alone=has_same_optimizers if role is Role.MODEL else has_same_models,
+            is_repaired=is_repaired(folder.root),
+        )
 
 
 def surplus_objects(
@@ -134,28 +236,63 @@ def _in_words(count: int) -> str:
 
 
 def _neighbours(
-    origin: Path, siblings: Siblings, sizes: Mapping[PurePosixPath, int], roles: Collection[Role]
+    origin: Path, siblings: Siblings, files: Mapping[PurePosixPath, Component], roles: Collection[Role]
 ) -> list[_Neighbour]:
-    """Return the nearest checkpoints with just these files, none where one has all of them in the same sizes."""
+    """Return the nearest checkpoints with just these files, none where one has all of them in the same outline."""
     before, after = siblings.around(origin)
     near = []
     for sibling in (*before[:1], *after[:1], *before[1:], *after[1:]):
-        files = {PurePosixPath(file) for (role, _), file in sibling.parts.items() if role in roles}
-        if files != sizes.keys():
+        names = {PurePosixPath(file) for (role, _), file in sibling.parts.items() if role in roles}
+        if names != files.keys():
             continue
         with suppress(CkptfixError, OSError), folder_next_to(origin, sibling.name) as root:
-            if all(os.stat(root / path).st_size == size for path, size in sizes.items()):
+            if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
             there = scan_folder(root, wanted=lambda file: file.role in _ROLES)
             near.append(_Neighbour(there, sibling in before, _is_in_order(there)))
     return near
 
 
+def _has_outline(path: Path, component: Component) -> bool:
+    """Return whether a file has the size of a component, and its header, or records of the same sizes.
+
+    The pickle of an optimizer has its learning rates, and a model's is the same in every save. In a store the size
+    decides: a header costs as many requests as a whole check of a small folder. Raises CkptfixError, OSError.
+    """
+    content = component.content
+    if os.stat(path).st_size != component.size:
+        return False
+    if store_of(path.parent) is not None:
+        return True
+    if isinstance(content, SafetensorsFile):
+        with open_reader(path) as reader:
+            return reader.read(8, len(content.raw)) == content.raw
+    if not isinstance(content, TorchFile) or not isinstance(content.container, TorchZip):
+        return True
+    with open_reader(path) as reader:
+        end = read_end(reader)
+        directory = reader.read(end.directory_offset, end.directory_size)
+    records = list(read_entries(directory, end.entries))
+    own = content.container
+    if component.role is Role.MODEL and own.pickle.crc not in (record.crc for record in records):
+        return False
+    return _record_sizes(records) == _record_sizes(own.records)
+
+
+def _record_sizes(records: Sequence[ZipRecord]) -> list[tuple[str, int]]:
+    return [(record.name, record.size) for record in records]
+
+
 def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list[_Entry]:
     """Return the models or optimizers in these files, none where one cannot be read."""
     saved = {one.path: one for one in saved_optimizers(folder, ())}
     entries = [
-        _Entry(one.path, {bare(tensor.fqn): tensor.shape for tensor in one.tensors}, saved.get(one.path))
+        _Entry(
+            one.path,
+            {tensor.fqn: tensor.shape for tensor in one.tensors},
+            {bare(tensor.fqn): tensor.shape for tensor in one.tensors},
+            saved.get(one.path),
+        )
         for one in folder.components
         if one.path in paths and one.problem is None and (one.role is Role.MODEL or one.path in saved)
     ]
@@ -177,22 +314,40 @@ def _is_in_order(folder: CheckpointFolder) -> bool:
 
 
 def _misplaced(
-    role: Role, own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]
+    role: Role,
+    own: Sequence[_Entry],
+    near: Sequence[tuple[bool, Sequence[_Entry]]],
+    *,
+    is_contradicted: bool,
+    is_alone: bool,
+    is_repaired: bool,
 ) -> Iterator[MisplacedEntry]:
     """Yield the entries that differ from those of their number in all of these checkpoints, which agree.
 
-    ``near``: of each whether it is an earlier one, and its entries.
+    ``near``: of each whether it is an earlier one, and its entries. ``is_contradicted``: the folder shows by itself
+    that a file is wrong. ``is_alone``: the folder has the optimizers of these checkpoints, or their models, so that the
+    script did not change both. ``is_repaired``: a repair may have renamed the keys.
     """
     known_by = _in_words(len(near))
     is_between = len({is_earlier for is_earlier, _ in near}) == 2
+    is_newest = all(is_earlier for is_earlier, _ in near)
     effect = "load_state or the next optimizer step fails" if role is Role.OPTIMIZER else "load_state fails"
     for number, entry in enumerate(own):
         expected = near[0][1][number]
+        is_wrapped = (
+            is_between
+            and not is_repaired
+            and all(there[number].keys == expected.keys for _, there in near)
+            and entry.shapes == expected.shapes
+            and entry.keys != expected.keys
+        )
         agree = all(expected.is_alike(there[number]) for _, there in near)
-        if not agree or any(entry.is_alike(there[number]) for _, there in near):
+        if not agree or (not is_wrapped and any(entry.is_alike(there[number]) for _, there in near)):
             continue
         places = [
-            place for place in range(len(own)) if all(entry.is_alike(there[place]) for _, there in near)
+            place
+            for place in range(len(own))
+            if not is_wrapped and all(entry.is_alike(there[place]) for _, there in near)
         ]
         exchanged = [place for place in places if own[place].is_alike(expected)]
         if exchanged and exchanged[0] < number:
@@ -208,13 +363,17 @@ def _misplaced(
                 effect=effect,
                 exchanged_with=str(partner) if exchanged else "",
             )
-        elif role is Role.MODEL:
-            is_other = len(near) > 1 and (is_between or entry.has_nothing_of(expected))
-            strange = len(entry.shapes.items() - expected.shapes.items())
-            words = f", {strange} of them with other keys or shapes" if strange else ""
-            yield (MisplacedEntry if is_other else ChangedEntry)(
-                path=entry.path,
-                holds=f"{count_of(len(entry.shapes), 'tensor')}{words}",
-                expected=f"{count_of(len(expected.shapes), 'tensor')}, as in {known_by}",
-                effect=effect,
-            )
+            continue
+        is_other = is_alone and (
+            (entry.has_nothing_of(expected) or (is_newest and entry.is_renamed(expected)))
+            if role is Role.MODEL
+            else entry.is_shuffled(expected)
+        )
+        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER):
+            # Either of the two may be the changed one.
+            continue
+        is_wrong = len(near) > 1 and (is_between or is_contradicted or is_other)
+        holds, wanted = entry.difference(expected)
+        yield (MisplacedEntry if is_wrong else ChangedEntry)(
+            path=entry.path, holds=holds, expected=f"{wanted}, as in {known_by}", effect=effect
+        )

@@ -50,6 +50,11 @@ class MisplacedEntry(WrongState):
     severity = Severity.WARNING
 
     @property
+    def stops_resume(self) -> bool:
+        """True for a warning: the load or the next step fails in the script that saved the checkpoints next to it."""
+        return self.severity is Severity.WARNING
+
+    @property
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a change of the script makes of it."""
         change = "prepares its objects in another order" if self.exchanged_with else "has other objects"

@@ -1,0 +1,230 @@
+"""A folder of one model and one optimizer that are not those of its run: only the checkpoints next to it show that."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckptfix import check, latest_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Path], None]
+
+
+class Net(nn.Module):  # type: ignore[misc]
+    def __init__(self, *, frozen: int = 0, extra: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+        if extra:
+            self.register_buffer("scale", torch.ones(1))
+        for parameter in list(self.parameters())[:frozen]:
+            parameter.requires_grad_(False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.first(batch))
+        return result
+
+
+class Run:
+    """A run of one network."""
+
+    def __init__(self, net: nn.Module | None = None, *, groups: int = 1) -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=True)
+        self.net = net or Net()
+        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        cut = len(trained) // groups
+        parts = [trained[:cut], trained[cut:]] if groups == 2 else [trained]
+        self.optimizer = torch.optim.AdamW([{"params": part} for part in parts], lr=0.01)
+        self.accelerator.prepare(self.net, self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.rand(5, 4)).sum().backward()
+        self.optimizer.step()
+
+    def save(self, root: Path) -> Path:
+        self.step()
+        self.accelerator.save_state(str(root))
+        return root
+
+
+def saves(root: Path, run: Run, numbers: tuple[int, ...] = (1, 2, 3)) -> list[Path]:
+    return [run.save(root / f"checkpoint_{number}") for number in numbers]
+
+
+def is_refused(root: Path) -> bool:
+    """Return whether a new run does not load a checkpoint, or fails in its next step."""
+    run = Run()
+    try:
+        run.accelerator.load_state(str(root))
+        run.step()
+    except (RuntimeError, ValueError, KeyError):
+        return True
+    return False
+
+
+def of_model(change: Callable[[Tensors], Tensors]) -> Change:
+    """Return a change of a checkpoint that changes the tensors of its model."""
+
+    def write(root: Path) -> None:
+        path = root / "model.safetensors"
+        save_file(change(load_file(path)), path, {"format": "pt"})
+
+    return write
+
+
+def of_optimizer(change: Callable[[dict[str, Any]], None]) -> Change:
+    """Return a change of a checkpoint that changes the state of its optimizer."""
+
+    def write(root: Path) -> None:
+        state = torch.load(root / "optimizer.bin")
+        change(state)
+        torch.save(state, root / "optimizer.bin")
+
+    return write
+
+
+def regroup(state: dict[str, Any]) -> None:
+    first = state["param_groups"][0]
+    state["param_groups"].append({**first, "params": first["params"][2:]})
+    first["params"] = first["params"][:2]
+
+
+def shrink(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["params"].pop()
+    state["state"].pop(3)
+
+
+def shuffle(state: dict[str, Any]) -> None:
+    moments = state["state"]
+    moments[0], moments[1] = moments[1], moments[0]
+
+
+WRONG: Mapping[str, Change] = {
+    "every key renamed": of_model(lambda state: {f"body.{key}": state[key] for key in state}),
+    # Both headers have the same length, and so have the files.
+    "every key renamed, same size": of_model(lambda state: {key.swapcase(): state[key] for key in state}),
+    "moments of two parameters exchanged": of_optimizer(shuffle),
+    "a tensor lost": of_model(lambda state: {key: state[key] for key in state if key != "last.bias"}),
+    "another shape": of_model(lambda state: {**state, "last.bias": torch.rand(7)}),
+}
+"""Changes that no script makes: the optimizer still has the parameters of the old model, or the model those of it."""
+
+POSSIBLE: Mapping[str, Change] = {
+    "a tensor more": of_model(lambda state: {**state, "scale": torch.ones(1)}),
+    "two param groups": of_optimizer(regroup),
+    "a parameter fewer": of_optimizer(shrink),
+    "wrapped keys": of_model(lambda state: {f"module.{key}": state[key] for key in state}),
+}
+"""Changes that a script can make on purpose: a buffer, other param groups, a frozen bias, a wrapper."""
+
+
+def severities(root: Path) -> set[str]:
+    return {finding.severity.value for finding in check(root).findings}
+
+
+@pytest.mark.parametrize("name", [*WRONG, *POSSIBLE])
+def test_a_checkpoint_between_others_that_differs_from_all_is_not_clean(name: str, tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    {**WRONG, **POSSIBLE}[name](folders[1])
+    assert is_refused(folders[1])
+    assert "warning" in severities(folders[1])
+    assert any(finding.stops_resume for finding in check(folders[1]).findings)
+    assert [check(root).findings for root in (folders[0], folders[2])] == [(), ()]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_newest_checkpoint_is_passed_over_where_no_script_explains_it(name: str, tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    assert latest_checkpoint(tmp_path) == folders[2]
+    WRONG[name](folders[2])
+    assert is_refused(folders[2])
+    assert "warning" in severities(folders[2])
+    with pytest.warns(UserWarning, match="passed over checkpoint_3"):
+        assert latest_checkpoint(tmp_path) == folders[1]
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_the_newest_checkpoint_is_a_note_where_a_script_may_have_changed(name: str, tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    POSSIBLE[name](folders[2])
+    assert is_refused(folders[2])
+    assert severities(folders[2]) == {"note"}
+    assert latest_checkpoint(tmp_path) == folders[2]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: Run(Net(extra=True)),
+        lambda: Run(Net(frozen=2)),
+        lambda: Run(groups=2),
+        lambda: Run(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))),
+    ],
+    ids=["a buffer", "frozen layers", "param groups", "another network"],
+)
+def test_a_script_that_changed_is_a_note_at_most(changed: Callable[[], Run], tmp_path: Path) -> None:
+    """The changed script goes on in the same folder; its first checkpoint differs from all before it."""
+    folders = saves(tmp_path, Run())
+    run = changed()
+    for number in (4, 5, 6):
+        folders += saves(tmp_path, run, (number,))
+        assert set().union(*map(severities, folders)) <= {"note"}
+        assert latest_checkpoint(tmp_path) == folders[-1]
+
+
+def test_a_changed_script_that_begins_again_in_the_same_folder_is_a_note_at_most(tmp_path: Path) -> None:
+    """Its checkpoints have lower numbers than the leftover ones of the old script, which it cannot load."""
+    folders = saves(tmp_path, Run(), (1, 2, 3, 4))
+    renamed = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for count, root in enumerate(folders, 1):
+        shutil.rmtree(root)
+        Run(renamed).save(root)
+        assert set().union(*map(severities, folders[:count])) <= {"note"}
+
+
+def test_unfreezing_within_a_run_is_a_note_at_most(tmp_path: Path) -> None:
+    run = Run(Net(frozen=2))
+    folders = saves(tmp_path, run)
+    parameters = [one.requires_grad_() for one in run.net.parameters() if not one.requires_grad]
+    run.optimizer.add_param_group({"params": parameters})
+    for number in (4, 5, 6):
+        folders += saves(tmp_path, run, (number,))
+        assert set().union(*map(severities, folders)) <= {"note"}
+
+
+def test_a_scheduler_that_adds_options_later_is_not_told(tmp_path: Path) -> None:
+    run = Run()
+    folders = saves(tmp_path, run)
+    torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.1, total_steps=9)
+    folders += saves(tmp_path, run, (4,))
+    assert [check(root).findings for root in folders] == [()] * 4
+
+
+def test_a_checkpoint_before_the_first_step_is_not_told(tmp_path: Path) -> None:
+    run = Run()
+    run.accelerator.save_state(str(tmp_path / "checkpoint_0"))
+    folders = [tmp_path / "checkpoint_0", *saves(tmp_path, run)]
+    assert [check(root).findings for root in folders] == [()] * 4
+
+
+def test_a_damaged_neighbour_shows_nothing(tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    for root in folders[:2]:
+        WRONG["another shape"](root)
+    assert check(folders[2]).findings == ()
+
+
+def test_one_neighbour_does_not_show_which_of_the_two_is_wrong(tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run(), (1, 2))
+    WRONG["every key renamed"](folders[1])
+    assert [check(root).findings for root in folders] == [(), ()]
