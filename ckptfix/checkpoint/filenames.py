@@ -343,6 +343,11 @@ def nearly_state(name: str) -> FileName | None:
     return None
 
 
+def is_copy_of(name: str, copy: str) -> bool:
+    """Return whether a name is another one with a space or the mark of a second copy, as in ``optimizer (1).bin``."""
+    return copy != name and _ADDED.sub("", copy) == name
+
+
 def index_name(stem: str, suffix: str) -> str:
     """Return the name of the index of shards; that of ``model.fp16`` is ``model.safetensors.index.fp16.json``."""
     base, _, variant = stem.partition(".")

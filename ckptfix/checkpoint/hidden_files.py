@@ -26,14 +26,16 @@ from ckptfix.checkpoint.filenames import (
     FileName,
     Role,
     Stems,
+    is_copy_of,
     nearly_state,
     parse_deepspeed_folder_name,
     parse_file_name,
     parse_folder_name,
 )
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, may_hold_weights
-from ckptfix.checkpoint.state_contents import Content, content_of
+from ckptfix.checkpoint.neighbours import names_of_neighbours
+from ckptfix.checkpoint.state_contents import Content, content_of, may_be_state
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.paths import JOURNAL
@@ -50,7 +52,8 @@ class Loader(Enum):
 class HiddenFile(NamedTuple):
     """A file that a loader needs and does not find: its name, the name that the loader looks for, and the evidence.
 
-    ``is_certain``: off for weights under a name that only another loader may look for on purpose.
+    ``is_certain``: off for a file of a name that a script or another loader may look for on purpose. ``content``: its
+    content in words.
     """
 
     name: str
@@ -58,6 +61,7 @@ class HiddenFile(NamedTuple):
     loader: Loader
     known_by: str
     is_certain: bool = True
+    content: str = "weights"
 
 
 _COUNTED = re.compile(r"custom_checkpoint_\d+\.pkl")
@@ -67,16 +71,18 @@ _OPTIMIZER, _FSDP = "optimizer.pt", "pytorch_model_fsdp.bin"
 _OF_TRANSFORMERS, _OF_ADAPTERS = STEMS_OF_LIBRARIES["transformers"], STEMS_OF_LIBRARIES["peft"]
 
 
-def hidden_files(folder: CheckpointFolder) -> Iterator[HiddenFile]:
+def hidden_files(folder: CheckpointFolder, home: Path | None = None) -> Iterator[HiddenFile]:
     """Yield the files of a folder that its loader does not find by their names, one for each name it looks for.
 
-    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there.
+    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there. ``home``:
+    where its neighbours are, for a copy of another folder.
     """
     hidden: dict[str, HiddenFile] = {}
     # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's states.
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     if not is_of_trainer and any(one.name.is_of_accelerate for one in folder.components):
-        for file in (*_hidden_from_load_state(folder), *_miscounted(folder)):
+        near = _hidden_from_load_state(folder, home or folder.root)
+        for file in sorted((*near, *_miscounted(folder)), key=lambda file: not file.is_certain):
             hidden.setdefault(file.wanted, file)
     if not folder.is_save_state:
         paths = (*(one.path for one in folder.components), *folder.strays, *folder.subfolders)
@@ -274,11 +280,12 @@ def _has_folder_of_weights(root: Path, names: Collection[str]) -> bool:
     return any(map(may_hold_weights, folders))
 
 
-def _hidden_from_load_state(folder: CheckpointFolder) -> Iterator[HiddenFile]:
-    """Yield the files that nearly have the name of a missing state of ``save_state``.
+def _hidden_from_load_state(folder: CheckpointFolder, home: Path) -> Iterator[HiddenFile]:
+    """Yield the files that nearly have the name of a missing state of ``save_state``, and may be that state.
 
-    A file with the keys and shapes of a model next to it may be a script's export of that model, such as
-    ``model_01.safetensors`` after an epoch. It counts as a second model only if an optimizer has no model.
+    Scripts use such names for files of their own: ``model_01.safetensors`` for an export, ``Scaler.pt`` for the mean of
+    their data. So the content must fit, and the other files, or the checkpoints next to it, must show that a state is
+    missing. A file that all of these checkpoints have by this name is not certain. Nor is one that nothing shows.
     """
     existing = {_part(one.name) for one in folder.components if not one.name.is_of_trainer}
     for path in folder.subfolders:
@@ -288,22 +295,54 @@ def _hidden_from_load_state(folder: CheckpointFolder) -> Iterator[HiddenFile]:
         if state is not None and state.is_deepspeed:
             existing.add((Role.OPTIMIZER, state.index))
     count = Counter(role for role, _ in existing)
-    layouts = [_layout(one) for one in folder.components if one.role is Role.MODEL]
-    unknown = {one.path: one for one in folder.components if one.role is Role.UNKNOWN}
+    unknown = (one.path for one in folder.components if one.role is Role.UNKNOWN)
+    near: list[frozenset[str]] | None = None
     for path in (*unknown, *folder.strays):
         meant = nearly_state(path.name)
         if meant is None or _COUNTED.fullmatch(path.name):
             continue
         role, number = _part(meant)
-        if (role, number) in existing or number > count[role]:
+        wanted = str(meant)
+        if (role, number) in existing or number > count[role] or not _may_be(folder.root, path.name, meant):
             continue
-        if (
-            path in unknown
-            and _layout(unknown[path]) in layouts
-            and count[Role.OPTIMIZER] <= count[Role.MODEL]
-        ):
-            continue
-        yield _hidden(str(path), str(meant), Loader.LOAD_STATE)
+        is_shown = (
+            number < count[role]
+            or number == 0
+            or is_copy_of(wanted, path.name)
+            or role in _NAMED_BY_ACCELERATE
+            or any(count[more] > count[role] for more in _SHOWN_BY.get(role, ()))
+        )
+        if near is None:
+            near = list(names_of_neighbours(home))
+        is_of_all = bool(near) and all(path.name in names and wanted not in names for names in near)
+        is_of_others = any(wanted in names and path.name not in names for names in near)
+        if is_of_others or (is_shown and not is_of_all):
+            yield _hidden(path.name, wanted, Loader.LOAD_STATE)
+        elif is_shown or not is_of_all:
+            words = f"load_state does not look for {path.name!r}, and fails for a script that needs {wanted}"
+            yield HiddenFile(path.name, wanted, Loader.LOAD_STATE, words, False, role.value)
+
+
+_NAMED_BY_ACCELERATE = (Role.CUSTOM, Role.RNG_STATE)
+"""Roles whose names no script gives to files of its own."""
+
+_SHOWN_BY = {
+    Role.MODEL: (Role.OPTIMIZER, Role.SCHEDULER),
+    Role.OPTIMIZER: (Role.MODEL, Role.SCHEDULER),
+    Role.SCHEDULER: (Role.OPTIMIZER, Role.MODEL),
+}
+"""Role -> the roles of which a run has no more entries than of this one, mostly."""
+
+
+def _may_be(root: Path, name: str, meant: FileName) -> bool:
+    """Return whether a file may hold the state that it nearly has the name of; a damaged one may."""
+    if meant.role is Role.MODEL:
+        return _holds_weights(root, name)
+    contents = (component.content for component in scan_folder(root, name).components)
+    return any(
+        content is None or (isinstance(content, TorchFile) and may_be_state(meant, content))
+        for content in contents
+    )
 
 
 def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
@@ -321,8 +360,3 @@ def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
 def _part(name: FileName) -> tuple[Role, int]:
     """Return the role of a state, and its position or its rank."""
     return name.role, name.index if name.rank is None else name.rank
-
-
-def _layout(component: Component) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the keys and shapes of a file."""
-    return sorted((tensor.fqn, tensor.shape) for tensor in component.tensors)

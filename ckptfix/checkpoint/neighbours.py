@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import is_one_of_several, split_number
+from ckptfix.checkpoint.filenames import is_one_of_several, parse_file_name, split_number
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import listed_names, names_in, origin_of, store_of, subfolders
 
@@ -35,6 +35,32 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
         is_earlier = number < own and is_one_of_several(name)
         with suppress(CkptfixError), folder_next_to(home, name) as folder:
             yield name, is_earlier, folder
+
+
+_NEAREST = 2
+"""Checkpoints on either side of one whose names are read."""
+
+
+def names_of_neighbours(home: Path) -> Iterator[frozenset[str]]:
+    """Yield the names of all files of each save of ``save_state`` near a checkpoint of a run; none that is unreadable.
+
+    ``home``: as of ``neighbours``.
+    """
+    home = Path(os.path.abspath(origin_of(home)))
+    named = split_number(home.name)
+    if named is None:
+        return
+    stem, own = named
+    with suppress(CkptfixError, OSError):
+        folders = ((split_number(name), name) for name in folders_next_to(home) if name != home.name)
+        run = sorted((parts[1], name) for parts, name in folders if parts is not None and parts[0] == stem)
+        before = [name for number, name in run if number < own][-_NEAREST:]
+        after = [name for number, name in run if number >= own][:_NEAREST]
+        for name in (*before, *after):
+            names = frozenset(names_next_to(home, name))
+            parsed = map(parse_file_name, names)
+            if any(meaning is not None and meaning.is_of_save_state for meaning in parsed):
+                yield names
 
 
 @contextmanager

@@ -168,6 +168,11 @@ def state_problem(name: FileName, file: TorchFile) -> StateProblem | None:
         return None
 
 
+def may_be_state(name: FileName, file: TorchFile) -> bool:
+    """Return whether a file may hold a state of the role that a name has, right or damaged."""
+    return content_of(file) is _BY_ROLE.get(name.role, file) or state_problem(name, file) is None
+
+
 def is_weights_file(name: FileName) -> bool:
     """Return whether ``load_state``, transformers, diffusers or PEFT reads a file by its name as one state dict.
 

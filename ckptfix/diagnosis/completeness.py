@@ -421,8 +421,9 @@ def diagnose_save(
     explained: Collection[PurePosixPath],
     *,
     has_deepspeed: bool,
+    home: Path | None = None,
 ) -> SaveDiagnosis:
-    """Compare a folder with the files that its save wrote.
+    """Compare a folder with the files that its save wrote. ``home``: as of ``compared``.
 
     ``explained``: damaged files with another finding. ``has_deepspeed``: DeepSpeed has the optimizer.
     """
@@ -453,10 +454,10 @@ def diagnose_save(
         gone = list(listed(folder, manifest))
         findings += gone
         if not (is_saved or gone):  # a manifest says what belongs here
-            hidden = tuple(hidden_files(folder))
+            hidden = tuple(hidden_files(folder, home))
             findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)
             findings += _misnamed(folder, hidden)
-            unchecked += (f"weights: {file.known_by}" for file in hidden if not file.is_certain)
+            unchecked += (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
     return SaveDiagnosis(findings, unchecked, [])
@@ -468,15 +469,14 @@ def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterato
         name = parse_file_name(path.name)
         if name is not None and name.is_state_file:
             yield NotATensorFile(path=path, content=FOLDER)
-    for file in hidden:
-        if file.is_certain:
-            yield IncompleteCheckpoint(
-                path=PurePosixPath(file.wanted),
-                missing=(file.wanted,),
-                known_by=file.known_by,
-                of_trainer=file.loader is Loader.TRAINER,
-                misnamed=file.name,
-            )
+    for file in (file for file in hidden if file.is_certain):
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(file.wanted),
+            missing=(file.wanted,),
+            known_by=file.known_by,
+            of_trainer=file.loader is Loader.TRAINER,
+            misnamed=file.name,
+        )
 
 
 def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:

@@ -256,7 +256,7 @@ def diagnose(
                 folder.root, groups, corrupt, prove=proves, data=data, progress=progress
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
-        of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
+        of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed), home=home)
         findings += of_save.findings
         findings += broken_trainer_state(folder, trainer)
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}

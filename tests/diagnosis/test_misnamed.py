@@ -10,9 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import save_file
 
-from ckptfix import check
+from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.filenames import nearly_state
+from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.diagnosis.diagnose import diagnose
 from tests.sampling import sampled
 from tests.stores.servers import upload_folder
 
@@ -233,3 +236,114 @@ def test_names_of_other_files(name: str) -> None:
 def test_a_name_in_the_grammar_is_kept(folder: Path) -> None:
     names: Any = [str(nearly_state(near)) for name in STATES for near in _nearly(name)]
     assert names == [name for name in STATES for _ in _nearly(name)]
+
+
+# Files that a script calls so.
+
+OWN_FILES: dict[str, Callable[[Path], object]] = {
+    "model_01.safetensors": lambda path: save_file({"student.weight": torch.ones(7)}, path),
+    "model-1.safetensors": lambda path: save_file({"student.weight": torch.ones(7)}, path),
+    "optimizer-1.bin": lambda path: torch.save({"state": {}, "param_groups": []}, path),
+    "scheduler_01.bin": lambda path: torch.save({"last_epoch": 3, "_last_lr": [0.1]}, path),
+    "Scaler.pt": lambda path: torch.save({"mean": torch.ones(3), "std": torch.ones(3)}, path),
+    "Sampler.bin": lambda path: torch.save({"epoch": 3}, path),
+}
+
+
+class Small:
+    """One model with its optimizer."""
+
+    def __init__(self, *, has_scaler: bool = False) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
+        if has_scaler:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+            self.accelerator.scaler.scale(torch.ones(()))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    def saved(self, folder: Path) -> Path:
+        self.accelerator.save_state(str(folder))
+        return folder
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_a_file_that_every_save_of_a_script_has_stops_no_resume(tmp_path: Path, name: str) -> None:
+    for number in (1, 2, 3):
+        folder = Small().saved(tmp_path / f"run/checkpoint_{number}")
+        OWN_FILES[name](folder / name)
+        Small().accelerator.load_state(str(folder))
+    for folder in (tmp_path / "run").iterdir():
+        assert problems(folder) == []
+    assert latest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoint_3"
+
+
+@pytest.mark.parametrize("name", [name for name in OWN_FILES if name != "Sampler.bin"])
+def test_a_file_of_a_script_without_neighbours_is_at_most_not_checked(tmp_path: Path, name: str) -> None:
+    folder = Small().saved(tmp_path / "folder")
+    OWN_FILES[name](folder / name)
+    Small().accelerator.load_state(str(folder))
+    assert problems(folder) == []
+    is_right_kind = name != "Scaler.pt"
+    words = f"load_state does not look for {name!r}, and fails for a script that needs "
+    assert any(words in sentence for sentence in check(folder).not_checked) is is_right_kind
+
+
+@pytest.mark.parametrize("name", ["model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin"])
+def test_a_name_that_the_checkpoints_next_to_it_have_is_missing(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    """All three states of the second model are renamed, so that the folder alone shows nothing."""
+    for number in (1, 2, 3):
+        folder = Path(shutil.copytree(saved, tmp_path / f"run/checkpoint_{number}"))
+    assert latest_checkpoint(folder.parent) == folder
+    for state in ("model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin"):
+        (folder / state).rename(folder / state.replace("_1", "-1"))
+    assert not is_loaded(folder)
+    near = name.replace("_1", "-1")
+    words = f"{name} is missing: {near!r} is there, and load_state does not look for that name"
+    assert ("incomplete-checkpoint", words) in problems(folder)
+    with pytest.warns(UserWarning, match="passed over checkpoint_3"):
+        assert latest_checkpoint(folder.parent) == folder.parent / "checkpoint_2"
+
+
+def test_a_scaler_under_another_name_is_missing(tmp_path: Path) -> None:
+    folder = Small(has_scaler=True).saved(tmp_path / "folder")
+    assert problems(folder) == []
+    (folder / "scaler.pt").rename(folder / "Scaler.pt")
+    with pytest.raises(FileNotFoundError, match=r"scaler\.pt"):
+        Small(has_scaler=True).accelerator.load_state(str(folder))
+    words = "scaler.pt is missing: 'Scaler.pt' is there, and load_state does not look for that name"
+    assert problems(folder) == [("incomplete-checkpoint", words)]
+
+
+@pytest.mark.parametrize("near", ["model (1).safetensors", "Model.safetensors"])
+def test_a_model_under_another_name_alone_is_missing(tmp_path: Path, near: str) -> None:
+    folder = Small().saved(tmp_path / "folder")
+    (folder / "model.safetensors").rename(folder / near)
+    with pytest.raises(FileNotFoundError):
+        Small().accelerator.load_state(str(folder))
+    words = f"model.safetensors is missing: {near!r} is there, and load_state does not look for that name"
+    assert ("incomplete-checkpoint", words) in problems(folder)
+
+
+def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Path) -> None:
+    """Two models, one optimizer: a repair proves a copy, which without neighbours would lack a second optimizer."""
+    for number in (1, 2, 3):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True)
+        models = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)]
+        optimizer = torch.optim.AdamW(models[0].parameters())
+        accelerator.prepare(*models, optimizer)
+        folder = tmp_path / f"run/checkpoint_{number}"
+        accelerator.save_state(str(folder))
+        torch.save(torch.optim.AdamW(models[1].parameters()).state_dict(), folder / "optimizer-1.bin")
+        accelerator.load_state(str(folder))
+    copy = scan_folder(Path(shutil.copytree(folder, tmp_path / "copy")))
+    assert [finding.code for finding in diagnose(copy).findings] == ["incomplete-checkpoint"]
+    assert diagnose(copy, home=folder).findings == ()
