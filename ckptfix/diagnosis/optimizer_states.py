@@ -33,6 +33,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     MissingMoments,
     OptimizerFinding,
     RoundedMoments,
+    UnsavedFrozen,
     UnsavedParameters,
 )
 from ckptfix.diagnosis.optimizer_kinds import (
@@ -481,7 +482,14 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
             for shape in sorted(moments - weights.counts)
             if len(shape) in dimensions
         )
-    if lost_shapes or surplus or (count > weights.tensors and not one.is_named):
+    trained = sum(1 for name in listed if one.states.get(name))
+    has_frozen = 0 < trained <= weights.tensors and not (one.is_plain and moments - weights.counts)
+    if has_frozen and not lost_shapes and not surplus and count > weights.tensors and not one.is_named:
+        # The state dict of a model may leave a frozen part out, as the VGG of a loss.
+        yield UnsavedFrozen(
+            path=one.path, parameters=count, tensors=weights.tensors, without_moments=count - trained
+        )
+    elif lost_shapes or surplus or (count > weights.tensors and not one.is_named):
         # A module that was not prepared comes on top of the parameters of the weights: each weight has its moments.
         # Scalars are left out, as buffers of BatchNorm.
         yield UnsavedParameters(

@@ -289,6 +289,56 @@ def test_weights_that_a_hook_saves_elsewhere_are_not_missed(tmp_path: Path) -> N
     assert found(root) == []
 
 
+class WithFrozenLoss(torch.nn.Module):  # type: ignore[misc]
+    """A model that leaves the frozen network of its loss out of its state dict, as those with ``@remove_vgg``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.vgg = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state: Any = super().state_dict(*args, **kwargs)
+        return {key: value for key, value in state.items() if not key.startswith("vgg.")}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        vgg = {f"vgg.{key}": value for key, value in self.vgg.state_dict().items()}
+        return super().load_state_dict({**state, **vgg}, *args, **kwargs)
+
+
+def test_a_frozen_part_that_the_state_dict_leaves_out_is_a_note(tmp_path: Path) -> None:
+    model = WithFrozenLoss()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    accelerator.load_state(str(root))
+    step(model, optimizer)
+    words = "it has 9 parameters, 2 of them without moments, and the checkpoint has 7 tensors of weights"
+    assert f"unsaved-parameters: optimizer.bin: {words}" in found(root)
+    assert check(root).status == 0
+    # As many parameters, and a moment for each.
+    model.vgg.requires_grad_(True)
+    step(model, optimizer)
+    torch.save(optimizer.state_dict(), root / "optimizer.bin")
+    assert check(root).status == 1
+    # Before its first step nothing shows which parameters are frozen.
+    torch.save(torch.optim.AdamW(model.parameters()).state_dict(), root / "optimizer.bin")
+    assert check(root).status == 1
+
+
+def test_an_optimizer_of_a_larger_model_with_frozen_layers_stays_a_warning(tmp_path: Path) -> None:
+    """The layers that train have other shapes than the weights, or more of them."""
+    for trained in (torch.nn.Linear(4, 7), torch.nn.Linear(4, 3)):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3), trained)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        root = save(tmp_path / str(trained.out_features), [model[:2]], [optimizer])
+        assert check(root).status == 1
+
+
 def test_more_parameters_than_tensors_are_of_another_model(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters())

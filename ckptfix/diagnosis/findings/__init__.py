@@ -180,6 +180,7 @@ __all__ = [
     "UnknownState",
     "UnloadablePickle",
     "UnsafePickle",
+    "UnsavedFrozen",
     "UnsavedParameters",
     "WrapperPrefix",
     "WrongState",

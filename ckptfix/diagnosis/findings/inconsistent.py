@@ -602,6 +602,29 @@ class UnsavedParameters(OptimizerFinding):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsavedFrozen(UnsavedParameters):
+    """More parameters than weights, of which so many have no moments that each of the others has weights: a note."""
+
+    severity = Severity.NOTE
+
+    without_moments: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.place}: it has {count_of(self.parameters, 'parameter')}, {self.without_moments} of them without "
+            f"moments, and the checkpoint has {count_of(self.tensors, 'tensor')} of weights"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice about both explanations: the files do not tell them apart."""
+        return (
+            "the state_dict() of a model may leave out a frozen part, such as the network of a loss: ignore this then. "
+            "Otherwise copy all files of one save again"
+        )
+
+
 def _of_shapes(shapes: tuple[Shape, ...]) -> str:
     """Return at most three shapes in words, each once."""
     if not shapes:
