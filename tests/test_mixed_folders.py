@@ -14,7 +14,7 @@ import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.diagnosis.findings.damaged import IndexMismatch
+from ckptfix.diagnosis.findings.sharded import IndexMismatch
 from ckptfix.errors import RolledBackError
 from tests.repairs.builders import RANDOM_STATES, snapshot, write_safetensors
 from tests.weight_loaders import assert_none_switched, loaded

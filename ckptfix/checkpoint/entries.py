@@ -13,7 +13,8 @@ from typing import Any
 
 from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind
-from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, shared_chain
+from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, is_computed, shared_chain
+from ckptfix.checkpoint.loading_order import Replacement, replacement
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
 from ckptfix.checkpoint.rank_parts import PartedTensor, joined_parts, parts_problem
@@ -21,15 +22,6 @@ from ckptfix.dataclass import dataclass
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
-
-_COMPUTED = frozenset({"inv_freq", "masked_bias", "position_ids"})
-"""Last parts of the keys of buffers that transformers computes, and that its older versions saved and listed."""
-
-
-def is_computed(key: str) -> bool:
-    """Return whether a key is of a buffer that its model computes, so that no load needs it."""
-    return key.rpartition(".")[2] in _COMPUTED
-
 
 ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix, equal for all shards of one save."""
@@ -42,7 +34,7 @@ class ModelFiles:
     ``index_path``: the path of their index, even if missing; None for a file that needs no index. ``index``: the
     index, readable or not, None when it is missing. ``missing``: absent files that the index or the shards' numbers
     promise. ``rivals``: the number of shard sets that could claim the same index. ``stale_of``: the index that names
-    other shards.
+    other shards. ``replaced``: the file of a later save, where the index has lost its shards.
     """
 
     members: tuple[Component, ...]
@@ -51,6 +43,7 @@ class ModelFiles:
     missing: tuple[str, ...] = ()
     rivals: int = 1
     stale_of: PurePosixPath | None = None
+    replaced: Replacement | None = None
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict, repr=False)
@@ -121,6 +114,11 @@ class ModelFiles:
         return tuple(key for key in absent if not is_computed(key))
 
     @property
+    def is_left_over(self) -> bool:
+        """Return whether the model of the folder is in other files: these are of another save."""
+        return self.stale_of is not None or self.replaced is not None
+
+    @property
     def is_whole(self) -> bool:
         """Return whether every file exists and could be read."""
         return not self.missing and all(member.problem is None for member in self.members)
@@ -188,7 +186,22 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
     groups += [
         ModelFiles(members=(component,)) for component in folder.components if component.path not in used
     ]
-    return tuple(groups)
+    return tuple(_replaced(folder, group) for group in groups)
+
+
+def _replaced(folder: CheckpointFolder, group: ModelFiles) -> ModelFiles:
+    """Return a group with the file that replaces it, if its index has lost shards, or is all of it and damaged."""
+    alone = group.members[0] if group.index_path is None and group.members else None
+    if alone is not None and alone.role is Role.WEIGHTS_INDEX and alone.problem is not None:
+        file = replacement(folder, alone)
+        return (
+            ModelFiles(members=(), index_path=alone.path, index=alone, replaced=file)
+            if file is not None
+            else group
+        )
+    if group.index is None or not group.missing:
+        return group
+    return replace(group, replaced=replacement(folder, group.index))
 
 
 def _indexed(
@@ -331,7 +344,7 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
         recorded = {index: replace(entry, aliases={}) for index, entry in recorded.items()}
     for group in group_files(folder):
         place = _position(group)
-        if place is None or group.stale_of is not None:
+        if place is None or group.is_left_over:
             continue
         index, rank = place
         if index not in found or rank < found[index][0]:
@@ -347,7 +360,7 @@ def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tup
     """
     found: list[Entry] = []
     for group in group_files(folder):
-        if group.stale_of is not None or not (group.members or group.missing):
+        if group.is_left_over or not (group.members or group.missing):
             continue
         if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
             continue
@@ -461,7 +474,7 @@ def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:
 def model_position(group: ModelFiles) -> int | None:
     """Return the position at which ``load_state`` looks for a model's files, None for files that it never reads."""
     place = _position(group)
-    return place[0] if place is not None and group.stale_of is None else None
+    return place[0] if place is not None and not group.is_left_over else None
 
 
 def _position(group: ModelFiles) -> tuple[int, int] | None:

@@ -25,6 +25,14 @@ DDP_CHAIN = ("module",)
 _FLAT = "_flat_param"
 """The name of FSDP1's flattened parameters (torch/distributed/fsdp/_flat_param.py)."""
 
+_COMPUTED = frozenset({"inv_freq", "masked_bias", "position_ids"})
+"""Last parts of the keys of buffers that transformers computes, and that its older versions saved and listed."""
+
+
+def is_computed(key: str) -> bool:
+    """Return whether a key is of a buffer that its model computes, so that no load needs it."""
+    return key.rpartition(".")[2] in _COMPUTED
+
 
 def is_flat_name(name: str) -> bool:
     """Return whether a name is one of FSDP's flattened parameters."""

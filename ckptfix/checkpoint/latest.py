@@ -24,6 +24,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
+from ckptfix.checkpoint.loading_order import replacement
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
 from ckptfix.checkpoint.state_contents import is_weights_file, state_problem, weights_without_tensors
@@ -289,7 +290,7 @@ def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
     folder = scan_folder(checkpoint, wanted=_is_loaded_whole)
     for lost in lost_models(checkpoint, folder.plain_subfolders, names):
         return lost.problem
-    problem = next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
+    problem = next((why for component in folder.components if (why := _unsound(folder, component))), None)
     return problem or _unloadable_weights(folder)
 
 
@@ -332,22 +333,30 @@ def _holds_weights(name: FileName) -> bool:
     return name.role in (Role.MODEL, Role.WEIGHTS_INDEX) or name.is_of_library
 
 
-def _unsound(checkpoint: Path, component: Component) -> str | None:
+def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
     """Return why a loader refuses or misreads a file, None when its header is right or of a kind that is not read."""
     problem, content = component.problem, component.content
+    if component.role is Role.WEIGHTS_INDEX and _is_passed_over(folder, component):
+        return None
     if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED:
         return f"{component.path}: {problem.message}"
     if isinstance(content, SafetensorsFile) and content.trailing:
         return f"{component.path}: {content.trailing} bytes follow its end"
     if isinstance(content, WeightsIndex):
         shards = dict.fromkeys(content.weight_map.values())
-        missing = [name for name in shards if not (checkpoint / name).exists()]
+        missing = [name for name in shards if not (folder.root / name).exists()]
         return f"{missing[0]} is missing, which {component.path} names" if missing else None
     if isinstance(content, TorchFile):
         wrong = state_problem(component.name, content)
         if wrong is not None and wrong.content is not None:
             return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
     return None
+
+
+def _is_passed_over(folder: CheckpointFolder, index: Component) -> bool:
+    """Return whether every loader takes a file of a later save before this index."""
+    replaced = replacement(folder, index)
+    return replaced is not None and not replaced.refused_by
 
 
 NO_WEIGHTS = "no weights of a model"

@@ -423,9 +423,12 @@ class _Folders:
 
     def _kept(self, group: ModelFiles, here: PurePosixPath) -> None:
         """Copy the intact files of a group in another folder, and note the others."""
-        index = group.index if group.index is not None and group.index.problem is None else None
+        is_read = group.index is not None and group.index.problem is None and group.replaced is None
+        index = group.index if is_read else None
         for member in (*group.members, *([index] if index is not None else ())):
             self._files.state(replace(member, path=here / member.path))
+        if group.replaced is not None:
+            return
         if group.index_path is not None and index is None and group.is_whole and group.rivals == 1:
             self.found.unindexed.append(here / group.index_path)
         self.found.lost += [

@@ -145,6 +145,11 @@ class Models:
         if group.is_in_parts:
             self._in_parts(group)
             return
+        if group.replaced is not None:
+            # No part of the model is lost: a file of a later save holds it. The index without its shards is not copied.
+            for member in group.members:
+                self._files.state(member)
+            return
         wrong = {
             member.path: problem
             for member in group.members

@@ -21,9 +21,10 @@ from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import lasting_label
 from ckptfix.diagnosis.findings import INCOMPLETE
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.damaged import CrcMismatch, IndexMismatch
+from ckptfix.diagnosis.findings.damaged import CrcMismatch
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
+from ckptfix.diagnosis.findings.sharded import IndexMismatch
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.diagnosis.resumable import mixed
 from ckptfix.diagnosis.target import Target

@@ -23,7 +23,6 @@ from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     MalformedFile,
-    MissingShard,
     NotATensorFile,
     TruncatedFile,
     UncheckedFile,
@@ -39,6 +38,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     StrayShard,
     UndecidedNames,
 )
+from ckptfix.diagnosis.findings.sharded import MissingShard
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT, nested_evidence
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_items import PARAMS_KEY, ItemCheck, dcp_problems

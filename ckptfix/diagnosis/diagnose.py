@@ -34,20 +34,23 @@ from ckptfix.diagnosis.findings import CATALOGUE
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
-    IndexMismatch,
     MalformedFile,
-    MissingShard,
     NotATensorFile,
     TrailingBytes,
     TruncatedFile,
     UncheckedFile,
-    UndecidedIndex,
     UnloadablePickle,
     UnsafePickle,
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
+from ckptfix.diagnosis.findings.sharded import (
+    IndexMismatch,
+    LeftoverIndex,
+    MissingShard,
+    UndecidedIndex,
+)
 from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
@@ -209,7 +212,10 @@ def diagnose(
             findings += diagnose_shards(folder.root, groups, existing, data=data)
         findings += diagnose_parts(groups, is_file=folder.only is not None)
         rebuilt = {
-            finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
+            finding.path
+            for finding in findings
+            if (isinstance(finding, IndexMismatch) and finding.is_fixable)
+            or isinstance(finding, LeftoverIndex)
         }
         findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
         corrupt = frozenset(

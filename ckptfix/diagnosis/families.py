@@ -11,54 +11,27 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import FileName, ModelName, Role, parse_file_name
+from ckptfix.checkpoint.filenames import FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
+from ckptfix.checkpoint.loading_order import (
+    BIN_INDEX,
+    BY_OPTION,
+    FILES_IN_MODEL,
+    IN_MODEL,
+    SAFE_INDEX,
+    kind_of,
+    loaders_of,
+)
 from ckptfix.checkpoint.pairing import Files
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.damaged import SecondFamily, StaleFamily
+from ckptfix.diagnosis.findings.sharded import (
+    SecondFamily,
+    StaleFamily,
+)
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
-
-_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX = ".safetensors", ".safetensors.index", ".bin", ".bin.index"
-
-_STEMS = {
-    "model": (_SAFE, _SAFE_INDEX),
-    "pytorch_model": (_BIN, _BIN_INDEX),
-    "diffusion_pytorch_model": (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX),
-    "adapter_model": (_SAFE, _BIN),
-    "pytorch_lora_weights": (_SAFE, _BIN),
-}
-"""Stem of a file name -> the kinds of family that a loader looks for under it."""
-
-_LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "model": {
-        "load_state": (_SAFE, _BIN),
-        "transformers": (_SAFE, _SAFE_INDEX, _BIN, _BIN_INDEX),
-        "load_checkpoint_in_model": (_BIN, _SAFE),
-    },
-    "diffusion_pytorch_model": {"diffusers": (_SAFE_INDEX, _SAFE, _BIN, _BIN_INDEX)},
-    "adapter_model": {"PEFT": (_SAFE, _BIN)},
-    "pytorch_lora_weights": {"diffusers": (_SAFE, _BIN)},
-}
-"""Model -> loader -> the kinds of family that it looks for; it takes the first that exists.
-
-accelerate 1.15.0: ``checkpointing.py:load_accelerator_state``; ``utils/modeling.py:load_checkpoint_in_model``, which
-takes an index only where neither file exists. transformers 5.23.0: ``_get_resolved_checkpoint_files`` of
-``modeling_utils.py``. diffusers 0.42.1: ``models/modeling_utils.py:from_pretrained`` and ``loaders/lora_base.py``.
-PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``.
-"""
-
-_BY_OPTION = {("diffusers", _BIN_INDEX)}
-"""Kinds that a loader takes only with an option: ``use_safetensors=False``."""
-
-_IN_MODEL = "load_checkpoint_in_model"
-_FILES_IN_MODEL = ("model.safetensors", "pytorch_model.bin")
-"""Files that it takes before an index."""
-
-_OF_VARIANTS = ("transformers", "diffusers")
-"""Loaders with an option ``variant``."""
 
 _PAGES, _PAGE = 24, 4096
 _MOST_TIES = 16
@@ -117,20 +90,16 @@ def diagnose_families(
     models: dict[tuple[ModelName, int], list[_Family]] = {}
     for group in groups:
         name = _name(group)
-        kind = _kind(name) if name is not None else None
+        kind = kind_of(name) if name is not None else None
         if name is not None and name.model is not None and kind is not None:
             path = group.index_path or group.members[0].path
             models.setdefault((name.model, name.index), []).append(_Family(kind, path, group))
     findings: list[Finding] = []
     every = [family for families in models.values() for family in families]
     switches = _second_indexes(groups, every)
-    refused_by = _IN_MODEL if _has_two_indexes(groups, every) else ""
+    refused_by = IN_MODEL if _has_two_indexes(groups, every) else ""
     for (model, index), families in models.items():
-        loaders = {
-            loader: order
-            for loader, order in _LOADERS[model.stem].items()
-            if (not model.variant or loader in _OF_VARIANTS) and (index == 0 or loader == "load_state")
-        }
+        loaders = loaders_of(model, index)
         # The loader that knows most kinds decides which family the others are compared with.
         order = max(loaders.values(), key=len, default=())
         families = sorted(
@@ -147,7 +116,7 @@ def diagnose_families(
                 root, comparable[0], family, paths, data=data or (prove and is_unlisted), progress=progress
             )
             # Of the model in the indexes, not of an adapter next to it.
-            if {_SAFE_INDEX, _BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
+            if {SAFE_INDEX, BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
                 of_pair = replace(of_pair, refused_by=refused_by)
             findings.append(of_pair)
             if isinstance(of_pair, SecondFamily) and of_pair.is_equal:
@@ -172,9 +141,7 @@ def _taken(loaders: Mapping[str, Iterable[str]], families: Iterable[_Family]) ->
     return {
         loader: taken[0]
         for loader, order in loaders.items()
-        if (
-            taken := [by_kind[kind] for kind in order if kind in by_kind and (loader, kind) not in _BY_OPTION]
-        )
+        if (taken := [by_kind[kind] for kind in order if kind in by_kind and (loader, kind) not in BY_OPTION])
     }
 
 
@@ -185,7 +152,7 @@ def _second_indexes(
 
     Without a model in one file it takes the only index of the folder, of any model, and refuses a second one.
     """
-    if any(family.path.name in _FILES_IN_MODEL for family in families):
+    if any(family.path.name in FILES_IN_MODEL for family in families):
         return {}
     indexes = {
         group.index_path: group for group in groups if group.index_path is not None and group.stale_of is None
@@ -194,12 +161,12 @@ def _second_indexes(
     present = [path for path, group in plain.items() if group.index is not None]
     if len(present) != 1 or not plain[present[0]].is_whole:
         return {}
-    return {path: {_IN_MODEL: present[0]} for path, group in plain.items() if group.index is None}
+    return {path: {IN_MODEL: present[0]} for path, group in plain.items() if group.index is None}
 
 
 def _has_two_indexes(groups: Iterable[ModelFiles], families: Iterable[_Family]) -> bool:
     """Return whether ``load_checkpoint_in_model`` refuses the folder: no model in one file, and more than one index."""
-    if any(family.path.name in _FILES_IN_MODEL for family in families):
+    if any(family.path.name in FILES_IN_MODEL for family in families):
         return False
     indexes = {
         group.index_path for group in groups if group.index_path is not None and group.index is not None
@@ -209,23 +176,12 @@ def _has_two_indexes(groups: Iterable[ModelFiles], families: Iterable[_Family]) 
 
 def _name(group: ModelFiles) -> FileName | None:
     """Return the parsed name of the file or the index that a loader looks for, None where no loader finds the group."""
-    if group.stale_of is not None or not group.members:
+    if group.is_left_over or not group.members:
         return None
     if group.index_path is None:
         return group.members[0].name
     is_found = group.index is not None or (group.rivals == 1 and len(group.members) > 1)
     return parse_file_name(group.index_path.name) if is_found else None
-
-
-def _kind(name: FileName) -> str | None:
-    """Return the kind of family of a file or an index by its name, None for a name that no loader tries."""
-    if name.role is Role.WEIGHTS_INDEX:
-        kind = _SAFE_INDEX if name.suffix.startswith(_SAFE) else _BIN_INDEX
-    elif name.role in (Role.MODEL, Role.UNKNOWN) and name.shard is None:
-        kind = name.suffix
-    else:
-        return None
-    return kind if kind in _STEMS.get(name.stem.partition(".")[0], ()) else None
 
 
 def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:

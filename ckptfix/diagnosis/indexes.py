@@ -8,13 +8,16 @@ and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetens
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.entries import ModelFiles, is_computed, stored_size
+from ckptfix.checkpoint.entries import ModelFiles, stored_size
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import Component, is_unreadable
-from ckptfix.checkpoint.keys import KeyMap, common_wrappers
-from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.damaged import (
+from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
+from ckptfix.checkpoint.loading_order import Replacement
+from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.findings.sharded import (
+    BlockingIndex,
     IndexMismatch,
+    LeftoverIndex,
     MissingShard,
     OddIndex,
     RenamedShard,
@@ -38,11 +41,32 @@ def diagnose_shards(
     for group in groups:
         if group.stale_of is not None:
             findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
+        elif group.index_path is not None and group.replaced is not None:
+            findings.append(_left_over(group, group.index_path, group.replaced))
         elif group.index_path is not None and group.missing:
             findings += _missing(group, group.index_path, existing, single)
         elif group.index_path is not None and group.is_whole:
             findings += _diagnose_index(root, group, group.index_path, data=data)
     return findings
+
+
+def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) -> LeftoverIndex:
+    problem = group.index.problem if group.index is not None else None
+    leftover = LeftoverIndex(
+        path=path,
+        file=replaced.file.path,
+        missing=group.missing,
+        shards=tuple(member.path for member in group.members),
+        problem=problem.message if problem is not None else "",
+    )
+    if not replaced.refused_by:
+        return leftover
+    return as_kind(
+        BlockingIndex,
+        leftover,
+        loaders=replaced.refused_by,
+        holds=len(group.listed) if replaced.is_complete else 0,
+    )
 
 
 def _missing(

@@ -219,7 +219,7 @@ def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
     for group in diagnosis.groups:
         members = [one for one in group.members if one.content is not None]
         is_weights = bool(members) and members[0].role in (Role.MODEL, Role.UNKNOWN)
-        if is_weights and group.stale_of is None and any(one.tensors for one in members):
+        if is_weights and not group.is_left_over and any(one.tensors for one in members):
             yield _of_files(group, members, diagnosis.manifest)
     for state in diagnosis.sharded:
         if state.model is not None:

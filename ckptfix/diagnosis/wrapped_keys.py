@@ -69,7 +69,7 @@ def diagnose_names(
         group
         for group in groups
         if group.members
-        and group.stale_of is None
+        and not group.is_left_over
         and group.members[0].path not in doubled
         and group.members[0].role in NAMED_ROLES
     ]

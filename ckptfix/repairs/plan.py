@@ -20,10 +20,8 @@ from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
 from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action, Finding
 from ckptfix.diagnosis.findings.damaged import (
-    IndexMismatch,
     NoFormatMetadata,
     TrailingBytes,
-    UndecidedIndex,
 )
 from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,
@@ -34,6 +32,10 @@ from ckptfix.diagnosis.findings.duplicates import (
     NestedPrefix,
     SurplusStates,
     WrapperPrefix,
+)
+from ckptfix.diagnosis.findings.sharded import (
+    IndexMismatch,
+    UndecidedIndex,
 )
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.diagnosis.wrapped_keys import NAMED_ROLES, ScopeKey, scope_key
@@ -381,7 +383,7 @@ def _bundles(draft: Draft) -> dict[PurePosixPath, PurePosixPath]:
 
 
 def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
-    if group.stale_of is not None:
+    if group.is_left_over:
         return {}
     result: dict[ScopeKey, KeyMap] = {}
     asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # one answer for all shards of a model
@@ -516,7 +518,7 @@ def plan_indexes(draft: Draft, maps: Maps) -> None:
     broken = {finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)}
     renamed = {key[0] for key in maps}
     for group in draft.groups:
-        if group.index_path is None or group.stale_of is not None:
+        if group.index_path is None or group.is_left_over:
             continue
         finding = broken.get(group.index_path)
         if finding is not None and not finding.is_fixable:

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from ckptfix import Keys, Policy, UsageError, check, repair
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.damaged import MissingShard, TruncatedFile
+from ckptfix.diagnosis.findings.damaged import TruncatedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.diagnosis.findings.sharded import MissingShard
 from fixtures import golden_dcp
 from tests.repairs.dcp_folders import MODEL, ONCE, OPTIMIZER, change, copy, snapshot
 from tests.tensors.dcp_making import save

@@ -9,22 +9,24 @@ from ckptfix.diagnosis.findings.base import Action, Finding, Severity, finding_l
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
     CrcMismatch,
-    IndexMismatch,
     InterruptedRepair,
     MalformedFile,
-    MissingShard,
     NoFormatMetadata,
     NotATensorFile,
     OtherFormat,
-    SecondFamily,
-    StaleFamily,
-    StaleShard,
     TrailingBytes,
     TrainerPickle,
     TruncatedFile,
     UncheckedFile,
     UnloadablePickle,
     UnsafePickle,
+)
+from ckptfix.diagnosis.findings.sharded import (
+    IndexMismatch,
+    MissingShard,
+    SecondFamily,
+    StaleFamily,
+    StaleShard,
 )
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,

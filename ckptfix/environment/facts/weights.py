@@ -117,7 +117,7 @@ def _first_model(folder: CheckpointFolder) -> ModelFiles | None:
     ]
     for roles in ((Role.MODEL,), (Role.MODEL, Role.UNKNOWN)):
         for group in groups:
-            if group.members[0].role in roles and group.members[0].name.index == 0 and group.stale_of is None:
+            if group.members[0].role in roles and group.members[0].name.index == 0 and not group.is_left_over:
                 return group
     return None
 

@@ -1,0 +1,483 @@
+"""Findings about shards and their indexes, and about models that a folder holds twice."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.paths import shell_path
+from ckptfix.wording import count_of, list_names, series
+
+
+class RenamedShard(NamedTuple):
+    """A file that holds exactly the tensors that an index places in a missing shard, and the name of that shard."""
+
+    path: PurePosixPath
+    name: str
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingShard(Finding):
+    """A missing file that the index lists, or that the numbering of the shards implies.
+
+    ``is_other_file``: the index lists a file that exists and is none of weights, such as ``config.json``.
+    ``renamed``: the missing shards whose tensors a file of another name holds.
+    """
+
+    code = "missing-shard"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a shard that the index lists, or that the numbering of the shards implies, is missing"
+
+    named_by: str
+    tensors: int
+    others: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
+    is_other_file: bool = False
+    renamed: tuple[RenamedShard, ...] = ()
+
+    @property
+    def is_salvageable(self) -> bool:
+        """True, as the other shards are intact, unless a new name brings all tensors back."""
+        return not self._is_renamed_alone
+
+    @property
+    def _is_renamed_alone(self) -> bool:
+        return len(self.renamed) == 1 + len(self.others)
+
+    def __str__(self) -> str:
+        if self.is_other_file:
+            return (
+                f"{self.path} is not a file of weights; {self.named_by} lists it as a shard, so loaders fail"
+            )
+        more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
+        lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        lost += f": {list_names(self.holds)}" if self.holds else ""
+        for shard in self.renamed:
+            whose = f"the {count_of(shard.tensors, 'tensor')} of {shard.name}"
+            whose = whose if self.others else f"its {count_of(shard.tensors, 'tensor')}"
+            lost += f"; {str(shard.path)!r} holds {whose}"
+        return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to copy the shard again: loading without it leaves random weights."""
+        if self.is_other_file:
+            return f"copy {self.named_by} and the shards again from where they came"
+        if self.renamed:
+            renames = [f"rename {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
+            rest = [] if self._is_renamed_alone else ["copy the other shards again from where they came"]
+            return "; ".join([*renames, *rest])
+        return (
+            "copy the shard again from where it came; loading without it leaves random weights in the model"
+        )
+
+    def advice_at(self, path: str) -> str:
+        """Return the advice with the commands that rename shards; a store has no such command."""
+        if not self._is_renamed_alone or looks_like_url(path):
+            return self.advice
+        folder = Path(path)
+        return "; ".join(
+            f"rename {str(shard.path)!r}: mv {shell_path(folder / shard.path)} {shell_path(folder / shard.name)}"
+            for shard in self.renamed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexMismatch(Finding):
+    """An index that disagrees with the headers about the files of tensors, or that loaders refuse.
+
+    ``unlisted``: the number of tensors in shards that the index does not list. ``without_metadata``: it has no object
+    ``metadata``, into which transformers and diffusers write. ``unread``: a ``.bin`` file among safetensors files,
+    which transformers reads as safetensors. ``copies``: the shards that hold the first of the ``doubled`` tensors.
+    ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions pass over them.
+    """
+
+    code = "index-mismatch"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the index is missing, unreadable, without `metadata`, or disagrees with the shards; rebuilt "
+        "when they are intact and disjoint"
+    )
+
+    misplaced: int
+    unlisted: int
+    lost: tuple[str, ...]
+    doubled: tuple[str, ...]
+    absent: bool = False
+    problem: str | None = None
+    rivals: int = 1
+    without_metadata: bool = False
+    unread: str = ""
+    copies: tuple[str, ...] = ()
+    is_read_in_part: bool = False
+
+    @property
+    def is_fixable(self) -> bool:
+        """True when the headers alone say what the index should be, so that a plain repair writes it."""
+        return not (self.lost or self.doubled or self.unread) and self.rivals == 1
+
+    @property
+    def is_salvageable(self) -> bool:
+        """True, as the tensors in the shards are intact."""
+        return bool(self.lost)
+
+    def __str__(self) -> str:
+        if self.rivals > 1:
+            return f"{self.path} names none of {self.rivals} sets of shards that are there: which is right is not clear"
+        if self.absent:
+            return f"{self.path} is missing, its shards are there"
+        if self.problem is not None and self.is_fixable:
+            return f"{self.path} cannot be read, its shards are there: {self.problem}"
+        if self.lost:
+            lost = count_of(len(self.lost), "tensor")
+            return f"{self.path} names {lost} that no shard holds: {list_names(self.lost)}"
+        if self.doubled:
+            doubled = count_of(len(self.doubled), "tensor")
+            are = "is" if len(self.doubled) == 1 else "are"
+            which = (
+                f"{self.doubled[0]!r} in {series(self.copies)}" if self.copies else list_names(self.doubled)
+            )
+            return f"{doubled} of {self.path} {are} in two shards with different values (first {which})"
+        if self.unread:
+            return f"{self.path} lists files of two formats: transformers reads {self.unread} as safetensors and fails"
+        in_part = (
+            ": transformers 4.44 leaves random with a device_map what the index does not list"
+            if self.is_read_in_part
+            else ""
+        )
+        problems = [
+            f"names the wrong shard for {count_of(self.misplaced, 'tensor')}" if self.misplaced else "",
+            f"does not list {count_of(self.unlisted, 'tensor')} of the shards{in_part}"
+            if self.unlisted
+            else "",
+            'has no object "metadata", so transformers and diffusers refuse to load the model'
+            if self.without_metadata
+            else "",
+        ]
+        return f"{self.path} {' and '.join(filter(None, problems))}"
+
+    @property
+    def advice(self) -> str:
+        """Advice where the index is not rebuilt, as something would be lost."""
+        if self.is_fixable:
+            return ""
+        if self.rivals > 1:
+            return "not rebuilt: set the shards of all but one save aside, then repair"
+        if self.unread:
+            return (
+                "accelerate.load_checkpoint_in_model reads each file by its ending: load the model with it, and save "
+                "it again"
+            )
+        if self.doubled and not self.lost:
+            return (
+                "not rebuilt: from_pretrained and load_checkpoint_in_model take the last shard by name, the Trainer's "
+                "resume takes any; copy the shards again from where they came"
+            )
+        return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndecidedIndex(IndexMismatch):
+    """A missing index with which a loader would take other weights than now, or fail.
+
+    ``loads``: each of these loaders -> the file or index that it takes now.
+    """
+
+    code = IndexMismatch.code
+    severity = Severity.WARNING
+    action = Action.TELL
+
+    loads: Mapping[str, PurePosixPath]
+
+    @property
+    def is_fixable(self) -> bool:
+        """False, as only the user knows which of the two is wanted."""
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.path} is missing, its shards are there; {_loads(self.loads)} now, and would not with this index"
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the two, as only the user knows which one is wanted."""
+        taken = series(sorted({str(path) for path in self.loads.values()}))
+        return (
+            f"not written: move what you do not want out of the folder, the shards or {taken}; if the shards stay, "
+            "then repair"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OddIndex(Finding):
+    """An index that differs from the headers in a way that changes no load.
+
+    ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of tensors that the listed
+    shards hold besides. ``repeated``: keys that the file has twice. ``misplaced``: the number of tensors that it places
+    in another of the listed shards. ``copied``: tensors that several shards hold with equal values.
+    """
+
+    code = IndexMismatch.code
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = IndexMismatch.meaning
+
+    computed: tuple[str, ...]
+    unlisted: int
+    repeated: tuple[str, ...]
+    misplaced: int = 0
+    copied: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        differences = [
+            f"names the wrong shard for {count_of(self.misplaced, 'tensor')}, and its loaders read all shards"
+            if self.misplaced
+            else "",
+            f"lists shards that share {count_of(len(self.copied), 'tensor')}, with equal values: "
+            f"{list_names(self.copied)}"
+            if self.copied
+            else "",
+            f"lists {count_of(len(self.computed), 'tensor')} that no shard holds and no load needs: "
+            f"{list_names(self.computed)}"
+            if self.computed
+            else "",
+            f"does not list {count_of(self.unlisted, 'tensor')} of the shards, which are loaded all the same"
+            if self.unlisted
+            else "",
+            f"has {count_of(len(self.repeated), 'key')} twice, of which the last counts: "
+            f"{list_names(self.repeated)}"
+            if self.repeated
+            else "",
+        ]
+        return f"{self.path} {' and '.join(filter(None, differences))}"
+
+    @property
+    def advice(self) -> str:
+        """Advice for the one loader that compares the keys of the index with those of the model, and for ckptfix."""
+        advice = [
+            "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
+            if self.computed or self.unlisted
+            else "",
+            "loaders take the same values; ckptfix migrate and seal refuse such shards: load the model, and save it"
+            if self.copied
+            else "",
+        ]
+        return "; ".join(filter(None, advice))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoverIndex(Finding):
+    """An index whose shards are gone, next to a file of a later save, which its loaders take before an index.
+
+    ``missing``: listed shards that are gone. ``shards``: those that are still there. ``problem``: why the index cannot
+    be read, "" for a readable one.
+    """
+
+    code = IndexMismatch.code
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = IndexMismatch.meaning
+
+    file: PurePosixPath
+    missing: tuple[str, ...]
+    shards: tuple[PurePosixPath, ...]
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self._left_over}; loaders take {self.file}"
+
+    @property
+    def _left_over(self) -> str:
+        if self.problem:
+            return f"{self.path} is left over from another save, and cannot be read: {self.problem}"
+        are = "are" if len(self.missing) > 1 else "is"
+        gone = f"{count_of(len(self.missing), 'listed shard')} {are} missing"
+        return f"{self.path} is left over from another save: {gone} (first {self.missing[0]})"
+
+    @property
+    def advice(self) -> str:
+        """Advice to delete what is left over."""
+        shards = (
+            f" and {count_of(len(self.shards), 'shard')} ({list_names(map(str, self.shards))})"
+            if self.shards
+            else ""
+        )
+        return f"if {self.file} is the save that you want: delete {self.path}{shards}"
+
+    def advice_at(self, path: str) -> str:
+        """Return the advice with the command that deletes the index; a store has no such command."""
+        if self.shards or looks_like_url(path):
+            return self.advice
+        return f"if {self.file} is the save that you want: rm {shell_path(Path(path) / self.path)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockingIndex(LeftoverIndex):
+    """An index whose shards are gone, and that a loader takes before the file of a later save.
+
+    ``loaders``: these loaders. ``holds``: how many keys the index lists, 0 where the file lacks some of them.
+    """
+
+    code = IndexMismatch.code
+    severity = Severity.ERROR
+
+    loaders: tuple[str, ...]
+    holds: int
+
+    def __str__(self) -> str:
+        held = f", which holds its {count_of(self.holds, 'tensor')}" if self.holds else ""
+        take, fail = ("takes", "fails") if len(self.loaders) == 1 else ("take", "fail")
+        return f"{self._left_over}; {series(self.loaders)} {take} it before {self.file}{held}, and {fail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleShard(Finding):
+    """A shard of another save next to a complete sharded model."""
+
+    code = "stale-shard"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "a shard that the index does not list: another save left it, and loaders ignore it"
+
+    index: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"{self.path} is left over: {self.index} does not name it"
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
+        return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleFamily(Finding):
+    """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards, with other values.
+
+    ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index that it takes.
+    ``unlisted``: which of the two is an index that is missing, so that no loader finds its shards. ``refused_by``: a
+    loader that refuses the folder, as it has two indexes. ``tensors``: the number of keys that both have.
+    ``difference``: the first key whose values differ.
+    """
+
+    code = "stale-family"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a model is stored in two formats, or in one file and in shards, with different values: loaders differ in "
+        "which they take"
+    )
+
+    preferred: PurePosixPath
+    loads: Mapping[str, PurePosixPath]
+    unlisted: tuple[PurePosixPath, ...] = ()
+    refused_by: str = ""
+    tensors: int
+    difference: str
+
+    def __str__(self) -> str:
+        path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
+        return (
+            f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other values (first "
+            f"in {self.difference!r}){_loading(self.loads, self.refused_by)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
+        decide = "they are of two saves: move the one that you do not want out of the folder"
+        if self.unlisted:
+            return decide
+        return f"{decide}; to compare them: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondFamily(Finding):
+    """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
+
+    ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this
+    one alone; ``absent``: those of the preferred one alone; ``changed``: those with another dtype or shape.
+    ``uncompared``: the number of tensors whose bytes are scattered over a file. ``sampled``: not every byte of the
+    others was compared.
+    """
+
+    code = "second-family"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "a model is stored in two formats, or in one file and in shards: with equal values, or with other keys or "
+        "dtypes"
+    )
+
+    preferred: PurePosixPath
+    loads: Mapping[str, PurePosixPath]
+    unlisted: tuple[PurePosixPath, ...] = ()
+    refused_by: str = ""
+    tensors: int
+    own: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    uncompared: int = 0
+    sampled: bool = False
+
+    @property
+    def is_equal(self) -> bool:
+        """True where all keys are the same, and all bytes that were compared."""
+        return not (self.own or self.absent or self.changed or self.uncompared)
+
+    def __str__(self) -> str:
+        path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
+        differences = (
+            (self.own, f"not in {preferred}"),
+            (self.absent, f"in {preferred} alone"),
+            (self.changed, "of another dtype or shape"),
+        )
+        told = [
+            f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}" for keys, what in differences if keys
+        ]
+        if told:
+            return (
+                f"{path}: {'; '.join(told)}; values were not compared{_loading(self.loads, self.refused_by)}"
+            )
+        how = "sampled bytes" if self.sampled else "bytes"
+        left = f", but for {count_of(self.uncompared, 'tensor')} not compared" if self.uncompared else ""
+        return (
+            f"{path}: the same model as {preferred} ({count_of(self.tensors, 'key')}, {how} equal{left})"
+            f"{_loading(self.loads, self.refused_by)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to compare what was not compared here, or to save the space."""
+        if self.is_equal:
+            return "either file is enough; keep the one that your loader takes"
+        if self.unlisted:
+            return "make sure that both are of one save"
+        return f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+
+
+def _stored(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
+    """Return a family in words: its file, or its index, which may be missing."""
+    return f"the shards without {path}" if path in unlisted else str(path)
+
+
+def _loading(loads: Mapping[str, PurePosixPath], refused_by: str) -> str:
+    """Return which loader takes which file as the last part of a sentence, "" where none takes any."""
+    refusal = f"{refused_by} refuses a folder with two indexes" if refused_by else ""
+    words = ", ".join(filter(None, [_loads(loads), refusal]))
+    return f"; {words}" if words else ""
+
+
+def _loads(loads: Mapping[str, PurePosixPath]) -> str:
+    """Return in words which loader takes which file: "load_state and transformers load model.safetensors"."""
+    by_file: dict[PurePosixPath, list[str]] = {}
+    for loader, path in loads.items():
+        by_file.setdefault(path, []).append(loader)
+    return ", ".join(
+        f"{series(loaders)} {'loads' if len(loaders) == 1 else 'load'} {path}"
+        for path, loaders in by_file.items()
+    )
