@@ -4,7 +4,7 @@ A save deletes the shards of the save before it and leaves their index: ``save_p
 diffusers 0.42 do. transformers then loads the one file, and diffusers fails, because it looks for an index first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, ModelName, Role
@@ -76,6 +76,15 @@ def loaders_of(model: ModelName, position: int) -> dict[str, tuple[str, ...]]:
     }
 
 
+def is_part(lost: Collection[str], keys: Collection[str]) -> bool:
+    """Return whether a model that lacks these of its keys is a part of it, such as one shard.
+
+    A fourth of the keys, because versions of a library differ in some: masks of GPT-2 (``attn.bias``) are 12 of 160,
+    ``decoder.bias`` of BERT and ``relative_attention_bias`` of T5 are one.
+    """
+    return 4 * sum(not is_computed(key) for key in lost) >= len(keys)
+
+
 class Replacement(NamedTuple):
     """The file that holds the model of an index whose shards are gone.
 
@@ -90,8 +99,7 @@ class Replacement(NamedTuple):
 def replacement(folder: CheckpointFolder, index: Component) -> Replacement | None:
     """Return the intact file that a later save wrote in place of an index and its shards, None without one.
 
-    Nor is there one where the file holds a part of the listed keys alone, beyond tied weights: then it may be a piece
-    of the model.
+    Nor is there one where the file may be a piece of the model.
     """
     kind, model = kind_of(index.name), index.name.model
     if kind is None or model is None or is_unreadable(index):
@@ -110,8 +118,8 @@ def replacement(folder: CheckpointFolder, index: Component) -> Replacement | Non
     held = {tensor.fqn for tensor in file.tensors}
     lost = {key for key in listed - held if not is_computed(key)}
     # An index of .bin shards lists each of the tied weights, and a safetensors file holds the first of them.
-    is_tied = kind == BIN_INDEX and len(lost) <= _MOST_TIES
-    if lost and held < listed and not is_tied:
+    may_be_tied = kind == BIN_INDEX and len(lost) <= _MOST_TIES
+    if held < listed and is_part(lost, listed) and not may_be_tied:
         return None
     taken = {
         loader: next(

@@ -19,12 +19,14 @@ from ckptfix.checkpoint.loading_order import (
     FILES_IN_MODEL,
     IN_MODEL,
     SAFE_INDEX,
+    is_part,
     kind_of,
     loaders_of,
 )
 from ckptfix.checkpoint.pairing import Files
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
+    PartialFamily,
     SecondFamily,
     StaleFamily,
 )
@@ -121,6 +123,13 @@ def diagnose_families(
             findings.append(of_pair)
             if isinstance(of_pair, SecondFamily) and of_pair.is_equal:
                 equal.add(family.path)
+        findings += (
+            SecondFamily(
+                path=family.path, preferred=comparable[0].path, loads=paths, tensors=0, is_damaged=True
+            )
+            for family in families
+            if comparable and family.is_found and _is_damaged(family.group, damaged)
+        )
         for family in families:
             if family.is_found:
                 continue
@@ -195,6 +204,11 @@ def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> boo
     return is_sound and any(member.tensors for member in group.members)
 
 
+def _is_damaged(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:
+    """Return whether a finding names what is wrong with the files: they may be of a kind that is not read."""
+    return bool(group.missing) or any(member.path in damaged for member in group.members)
+
+
 def _compared(
     root: Path,
     first: _Family,
@@ -212,7 +226,7 @@ def _compared(
     # A save of safetensors leaves out all but one key of tied weights, and one of .bin keeps them all.
     absent, own = (_untied(root, family, shared, data=data) for family in (left, right))
     if changed or absent or own:
-        return SecondFamily(
+        second_family = SecondFamily(
             path=second.path,
             preferred=first.path,
             loads=loads,
@@ -222,6 +236,11 @@ def _compared(
             absent=absent,
             changed=changed,
         )
+        smaller = second.path if absent else first.path
+        is_partial = not changed and not (own and absent) and smaller in loads.values()
+        if is_partial and is_part(own or absent, left if absent else right):
+            return as_kind(PartialFamily, second_family, partial=smaller)
+        return second_family
     pairs = {fqn: (left[fqn], right[fqn]) for fqn in left if fqn in shared}
     runs = {fqn: run for fqn, pair in pairs.items() if (run := _run(*pair)) is not None}
     difference, sampled = _difference(root, pairs, runs, data=data, progress=progress)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check, repair
@@ -161,6 +162,38 @@ def test_other_keys_dtypes_and_shapes_are_a_note(tmp_path: Path) -> None:
     assert check(tmp_path).status == 0
 
 
+@pytest.mark.parametrize("pair", PAIRS[:6], ids=" ".join)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_family_that_lacks_many_keys_and_is_loaded_is_a_warning(
+    tmp_path: Path, pair: tuple[str, str], number: int
+) -> None:
+    small, large = pair[number], pair[1 - number]
+    write(tmp_path / small, values(0, "b.weight"))
+    write(tmp_path / large, values(0))
+    (finding,) = families(tmp_path)
+    assert isinstance(finding, SecondFamily)
+    takes_small = [loader for loader, path in finding.loads.items() if str(path) == small]
+    assert finding.severity.value == ("warning" if takes_small else "note")
+    for loader, path in finding.loads.items():
+        root = tmp_path / "copy"
+        shutil.copytree(tmp_path, root, ignore=shutil.ignore_patterns("copy"))
+        try:
+            is_loaded = REAL[loader](root) == 0
+        except RuntimeError:  # load_state loads strictly
+            is_loaded = False
+        assert is_loaded is (str(path) == large), loader
+        shutil.rmtree(root)
+
+
+def test_a_few_keys_that_library_versions_differ_in_are_a_note(tmp_path: Path) -> None:
+    keys = [f"h.{number}.weight" for number in range(10)]
+    write(tmp_path / "model.safetensors", values(0, *keys))
+    masks = {"h.0.attn.bias": torch.ones(3), "h.0.attn.masked_bias": torch.ones(1)}
+    write(tmp_path / "pytorch_model.bin", {**values(0, *keys), **masks})
+    (note,) = families(tmp_path)
+    assert note.severity.value == "note"
+
+
 def test_a_difference_between_the_samples_is_found_with_data(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(1 << 16), "b": torch.zeros(1 << 16)}
     write(tmp_path / "model.safetensors", tensors)
@@ -191,7 +224,17 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
         write(tmp_path / name, values(number))
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    assert [one.code for one in check(tmp_path).findings] == ["truncated-file"]
+    error, note = check(tmp_path).findings
+    assert (error.code, note.severity.value, note.code) == ("truncated-file", "note", "second-family")
+    assert str(note) == (
+        "model.safetensors: damaged, and not compared with pytorch_model.bin; load_state and transformers load "
+        "model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
+    )
+    assert note.advice == "if pytorch_model.bin is the save that you want: delete model.safetensors"
+    assert REAL["load_checkpoint_in_model"](tmp_path) == 1
+    for loader in ("load_state", "transformers"):
+        with pytest.raises(SafetensorError):
+            REAL[loader](tmp_path)
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module.module."])

@@ -402,7 +402,7 @@ class SecondFamily(Finding):
     ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this
     one alone; ``absent``: those of the preferred one alone; ``changed``: those with another dtype or shape.
     ``uncompared``: the number of tensors whose bytes are scattered over a file. ``sampled``: not every byte of the
-    others was compared.
+    others was compared. ``is_damaged``: this one is, so that nothing was compared; another finding says how.
     """
 
     code = "second-family"
@@ -423,13 +423,17 @@ class SecondFamily(Finding):
     changed: tuple[str, ...] = ()
     uncompared: int = 0
     sampled: bool = False
+    is_damaged: bool = False
 
     @property
     def is_equal(self) -> bool:
         """True where all keys are the same, and all bytes that were compared."""
-        return not (self.own or self.absent or self.changed or self.uncompared)
+        return not (self.own or self.absent or self.changed or self.uncompared or self.is_damaged)
 
     def __str__(self) -> str:
+        if self.is_damaged:
+            loading = _loading(self.loads, self.refused_by)
+            return f"{self.path}: damaged, and not compared with {self.preferred}{loading}"
         path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
         differences = (
             (self.own, f"not in {preferred}"),
@@ -455,9 +459,35 @@ class SecondFamily(Finding):
         """Advice to compare what was not compared here, or to save the space."""
         if self.is_equal:
             return "either file is enough; keep the one that your loader takes"
+        if self.is_damaged:
+            shards = " and its shards" if self.path.suffix == ".json" else ""
+            return f"if {self.preferred} is the save that you want: delete {self.path}{shards}"
         if self.unlisted:
             return "make sure that both are of one save"
         return f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialFamily(SecondFamily):
+    """A model that is stored twice, once without many of its keys. ``partial``: that one, which a loader takes."""
+
+    code = SecondFamily.code
+    severity = Severity.WARNING
+
+    partial: PurePosixPath
+
+    def __str__(self) -> str:
+        lost = self.own or self.absent
+        complete = self.path if self.partial == self.preferred else self.preferred
+        return (
+            f"{self.partial} lacks {count_of(len(lost), 'key')} of {_stored(complete, self.unlisted)}: "
+            f"{list_names(lost)}{_loading(self.loads, self.refused_by)}; these stay random, or the load fails"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the two, as only the user knows which model is wanted."""
+        return f"move {self.partial} out of the folder, unless it is the model that you want"
 
 
 def _stored(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
