@@ -169,9 +169,9 @@ class Resume(Serialized):
         """The answer as a sentence."""
         if self.checkpoint is None:
             return f"{self.run}: no checkpoint to resume from: {self.problem}"
-        if self.clean is not None:
-            return f"resume from {self.clean}: {self.checkpoint} is newer, {self.problem}"
         but = f", {self.problem}" if self.problem else ""
+        if self.clean is not None:
+            but += f"; the newest one without problems: {self.clean}"
         if self.unexplained:
             but += f"; newer, and not complete: {'; '.join(self.unexplained)}"
         return f"resume from {self.checkpoint}, the newest complete one{but}"

@@ -380,8 +380,8 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(tmp_path: Pat
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
-        f"resume from {tmp_path}/checkpoint_2: {tmp_path}/checkpoint_3 is newer, but check found problems in it "
-        "(see above)"
+        f"resume from {tmp_path}/checkpoint_3, the newest complete one, but check found problems in it (see above); "
+        f"the newest one without problems: {tmp_path}/checkpoint_2"
     ]
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
     assert resume["checkpoint"] == str(tmp_path / "checkpoint_3") == str(latest_checkpoint(tmp_path))
