@@ -280,8 +280,23 @@ _INDEX_SUFFIX = ".index.json"
 _SUFFIXES_OF_SCRIPTS = (".pt", ".pth", ".ckpt", ".pth.tar", ".th")
 
 
+_OF_MACOS = "._"
+"""Beginning of the files in which macOS keeps attributes of another file, in archives and on foreign file systems."""
+
+_FOUND_BY_ENDING = re.compile(r"\._(pytorch_lora_weights|shard-[0-9]{5}-model-.*)\.safetensors", re.DOTALL)
+"""Those that a loader reads as weights, because it lists a folder and compares endings: ``load_lora_weights`` of
+diffusers 0.42, and ``HuggingFaceStorageReader`` of torch 2.13."""
+
+
+def is_of_macos(name: str) -> bool:
+    """Return whether a name is that of an AppleDouble file of macOS, which no loader reads."""
+    return name.startswith(_OF_MACOS) and not _FOUND_BY_ENDING.fullmatch(name)
+
+
 def parse_file_name(name: str) -> FileName | None:
     """Return the meaning of a file name, None for a file outside of checkpoints."""
+    if is_of_macos(name):
+        return None
     if (match := _ENTRY.fullmatch(name)) and (family := _FAMILIES.get((match[1], match[3]))):
         role, numbering = family
         number = None if match[2] is None else int(match[2])
@@ -502,6 +517,8 @@ _DCP_DATA = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 def parse_dcp_name(name: str) -> DcpFileName | None:
     """Return the meaning of the name of a file in a DCP folder, None for a file that no save of DCP leaves there."""
+    if is_of_macos(name):
+        return None
     if match := _DCP_METADATA.fullmatch(name):
         return DcpFileName(part=DcpPart(match[2]), rank=None if match[1] is None else int(match[1]))
     if match := _DCP_DATA.fullmatch(name):

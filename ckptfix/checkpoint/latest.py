@@ -18,6 +18,7 @@ from ckptfix.checkpoint.filenames import (
     checkpoint_number,
     describe_folder_name,
     family_of,
+    is_of_macos,
     parse_dcp_name,
     parse_file_name,
     parse_folder_name,
@@ -375,7 +376,7 @@ def _may_be_weights(checkpoint: Path, name: str) -> bool:
     parsed = parse_file_name(name)
     if parsed is not None:
         return parsed.role in NOT_STATES
-    if name.endswith(OTHER_WEIGHTS):
+    if name.endswith(OTHER_WEIGHTS) and not is_of_macos(name):
         return True
     if name == JOURNAL or not (checkpoint / name).is_dir():
         return False

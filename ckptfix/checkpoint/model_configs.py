@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     TRAINER_STATE,
+    is_of_macos,
     is_one_of_several,
     parse_dcp_name,
     parse_file_name,
@@ -290,7 +291,10 @@ def may_hold_weights(below: Path) -> bool:
     for _, folders, names in walk(below, refused.append):
         folders[:] = [name for name in folders if name != JOURNAL]
         if any(
-            parse_file_name(name) or parse_dcp_name(name) or name.endswith(OTHER_WEIGHTS) for name in names
+            parse_file_name(name)
+            or parse_dcp_name(name)
+            or (name.endswith(OTHER_WEIGHTS) and not is_of_macos(name))
+            for name in names
         ):
             return True
     return bool(refused)

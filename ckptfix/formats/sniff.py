@@ -18,6 +18,7 @@ _OTHERS = (
     (b"GGUF", "a GGUF model"),
     (b"%PDF", "a PDF document"),
     (b"\x7fELF", "an ELF program"),
+    (b"\x00\x05\x16\x07", "an AppleDouble file of macOS"),
 )
 
 
