@@ -2,8 +2,8 @@
 
 Measured with torch 2.13: ``load_state_dict`` takes nearly everything, and the next ``step`` raises KeyError for a
 missing option or state, AttributeError for a state that is not a tensor. Options that ``__setstate__`` sets when they
-are missing are not required. Only options of torch's own optimizers are known here: a param group with any other
-belongs to a class that may read other options and keep other states.
+are missing are not required. Only options of torch's own optimizers and of Adafactor in transformers are known here: a
+param group with any other belongs to a class that may read other options and keep other states.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,6 +38,8 @@ class OptimizerKind(NamedTuple):
     several numbers; a step takes one number for any other. ``flags``: other options that each of its param groups has
     since torch 2.0. ``name``: of its class, and ``named_by``: an option that no other class has; "" where no option
     shows the class.
+    ``either``: sets of states, one of which each parameter needs. ``together``: states of which a parameter has all or
+    none. ``options``: all options of a class that only these show, without those that schedulers add.
     """
 
     signs: frozenset[str]
@@ -52,6 +54,9 @@ class OptimizerKind(NamedTuple):
     flags: frozenset[str] = frozenset(("foreach", "maximize", "differentiable"))
     name: str = ""
     named_by: str = ""
+    either: tuple[tuple[str, ...], ...] = ()
+    together: tuple[str, ...] = ()
+    options: frozenset[str] = frozenset()
 
     @property
     def states(self) -> frozenset[str]:
@@ -59,8 +64,18 @@ class OptimizerKind(NamedTuple):
         return frozenset((*self.scalars, *self.moments, *self.optional))
 
     def has_exact(self, options: Collection[str]) -> bool:
-        """Return whether a param group has every option of torch's own class, as no clone of older versions has."""
-        return self.required | self.flags <= set(options)
+        """Return whether a param group has every option of the class itself, as no clone of older versions has."""
+        return bool(self.options) or self.required | self.flags <= set(options)
+
+    def lacking(self, states: Collection[str]) -> list[str]:
+        """Return the states that a parameter with these lacks of ``either`` and ``together``."""
+        lacking = []
+        if self.either and not any(set(names) <= set(states) for names in self.either):
+            nearest = max(self.either, key=lambda names: len(set(names) & set(states)))
+            lacking += [name for name in nearest if name not in states]
+        if set(self.together) & set(states):
+            lacking += [name for name in self.together if name not in states]
+        return lacking
 
     def moments_with(self, options: Mapping[str, object]) -> tuple[str, ...]:
         """Return the moments of a parameter in a group with these options."""
@@ -77,6 +92,16 @@ _ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 _RADAM = OptimizerKind(frozenset(("decoupled_weight_decay",)), _ADAM, _ADAM_STATES)
 """RAdam, whose only sign is an option that Adam and NAdam have, too."""
+
+_ADAMAX = OptimizerKind(frozenset(("exp_inf",)), _ADAM, ("exp_avg", "exp_inf"))
+"""Adamax, whose options are those that nearly all others have: its only sign is a state."""
+
+_OF_ADAMAX = _ADAM | _ADAMAX.flags | {"capturable"}
+
+_OF_SCHEDULERS = frozenset((
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
+))  # fmt: skip
+"""Keys that torch and its schedulers add to the options of a param group."""
 
 _KINDS = (
     OptimizerKind(
@@ -97,7 +122,7 @@ _KINDS = (
         name="Adam or AdamW",
         named_by="amsgrad",
     ),
-    OptimizerKind(frozenset(("exp_inf",)), _ADAM, ("exp_avg", "exp_inf")),
+    _ADAMAX,
     OptimizerKind(
         frozenset(("dampening", "nesterov")),
         frozenset(("lr", "momentum", "dampening", "weight_decay")),
@@ -150,8 +175,44 @@ _KINDS = (
         frozenset(("beta2_decay", "row_var", "col_var")),
         frozenset(("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")),
         pairs=frozenset(("eps",)),
+        flags=frozenset(("foreach",)),
+        either=(("row_var", "col_var"), ("variance",)),
     ),
 )
+
+_BY_OPTIONS = (
+    # SparseAdam.
+    OptimizerKind(
+        frozenset(),
+        frozenset(("lr", "betas", "eps")),
+        _ADAM_STATES,
+        options=frozenset(("lr", "betas", "eps", "maximize")),
+    ),
+    # LBFGS. Its step begins anew without ``n_iter``, and reads all of these after a first one.
+    OptimizerKind(
+        frozenset(),
+        frozenset(("lr", "history_size")),
+        scalars=(),
+        single=(),
+        together=("d", "t", "old_dirs", "old_stps", "ro", "prev_flat_grad"),
+        options=frozenset((
+            "lr", "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn",
+        )),
+    ),
+    # Adafactor of transformers. Its ``lr`` and ``beta1`` may be None.
+    OptimizerKind(
+        frozenset(),
+        frozenset(),
+        optional={"exp_avg": "beta1"},
+        single=(),
+        either=(("exp_avg_sq_row", "exp_avg_sq_col"), ("exp_avg_sq",)),
+        options=frozenset((
+            "lr", "eps", "clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step",
+            "warmup_init",
+        )),
+    ),
+)  # fmt: skip
+"""Optimizers that have all options of their class and no other."""
 
 MOMENTS = frozenset(state for kind in (*_KINDS, _RADAM) for state in (*kind.moments, *kind.optional))
 """States that torch's optimizers keep in the shape of the parameter."""
@@ -159,7 +220,11 @@ MOMENTS = frozenset(state for kind in (*_KINDS, _RADAM) for state in (*kind.mome
 SCALARS = frozenset(state for kind in (*_KINDS, _RADAM) for state in kind.scalars)
 """States that are one number, which torch makes a tensor of when it loads them."""
 
-STATES = MOMENTS.union(*(kind.scalars for kind in _KINDS), *(kind.signs for kind in _KINDS))
+STATES = MOMENTS.union(
+    *(kind.scalars for kind in _KINDS),
+    *(kind.signs for kind in _KINDS),
+    *(names for kind in (*_KINDS, *_BY_OPTIONS) for names in kind.either),
+)
 """States that torch's optimizers keep, and the options that tell them apart."""
 
 
@@ -168,12 +233,16 @@ def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind 
 
     ``foreach`` marks torch's own: clones of older versions have the other options, too.
     """
+    own = set(options) - _OF_SCHEDULERS
     if "foreach" not in options:
-        return None
+        return next((kind for kind in _BY_OPTIONS if own == kind.options), None)
     evidence = {*options, *states}
     kinds = [kind for kind in _KINDS if kind.signs & evidence]
     if not kinds and _RADAM.signs & evidence:
         kinds = [_RADAM]
+    # Classes of their own with these options keep other states as well.
+    if not kinds and own == _OF_ADAMAX and {"step", "exp_avg"}.issuperset(states):
+        kinds = [_ADAMAX]
     if len(kinds) != 1 or not COMMON_OPTIONS | kinds[0].required | kinds[0].signs >= set(options):
         return None
     return kinds[0]

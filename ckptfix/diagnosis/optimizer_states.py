@@ -244,7 +244,7 @@ def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
 
 
 def without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
-    """Return an optimizer without the moments that its class keeps smaller than its parameters.
+    """Return an optimizer without the shapes of moments that its class keeps smaller than its parameters.
 
     Adam-mini is a subclass of AdamW with a second moment for each row. Damage does not reduce every parameter alike.
     """
@@ -261,7 +261,7 @@ def without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
     if not reduced:
         return saved
     kept = {
-        name: {state: shape for state, shape in states.items() if state not in reduced}
+        name: {state: None if state in reduced else shape for state, shape in states.items()}
         for name, states in saved.states.items()
     }
     return replace(saved, states=kept)
@@ -352,7 +352,7 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
             optionless.setdefault(absent, []).append(number)
         # A subclass may do without a state. So a state is missed where another parameter has it, or where the options
         # are exactly those of torch's class, whose load asks for the scalars for every subclass.
-        is_exact = bool(saved.values) and kind.has_exact(options) and not kind.is_lenient
+        is_exact = kind.has_exact(options) and not kind.is_lenient
         unknown = [state for state in (*kind.scalars, *kind.moments_with(options)) if state not in present]
         surely = [
             state
@@ -374,15 +374,11 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
                 for state in needed
                 if (name, state) in saved.unusable or (state not in states and not kind.is_lenient)
             ]
-            if is_exact and STATES.issuperset(states):
+            gone += kind.lacking(states)
+            # A subclass with states of its own may do without those of torch's class.
+            if is_exact and (kind.options or STATES.issuperset(states)):
                 gone += surely
-                # A Lion that inherits from AdamW keeps no second moment.
-                is_lion = kind.states.issuperset(states) and "exp_avg" in states
-                maybe = [
-                    state
-                    for state in unknown
-                    if state in kind.moments and not (is_lion and state == "exp_avg_sq")
-                ]
+                maybe = [state for state in unknown if state in kind.moments]
                 if maybe and not gone:
                     absent_everywhere[name] = maybe
             if gone:

@@ -132,8 +132,8 @@ def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path,
         torch.save(state, root / "optimizer.bin")
         severities = {one.severity for one in check(root).all_findings} - {Severity.NOTE}
         if fails(MAKERS[name], state):
-            # torch's Adafactor keeps other states for a vector than for a matrix: they are not judged.
-            assert severities or (name == "adafactor" and "_var" in words), words
+            # torch's Adafactor keeps other states for a vector than for a matrix: their values are not judged.
+            assert severities or (name == "adafactor" and "_var: " in words), words
         else:
             assert severities == set(), words
 
@@ -164,77 +164,6 @@ def test_what_is_said_of_states_and_options(checkpoint: Path) -> None:
         "missing-moments: optimizer.bin: 2 of 6 parameters have no usable 'exp_avg_sq', 'step': 4, 5",
     ]
     assert check(checkpoint).status == 1
-
-
-def without_everywhere(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the state with each state of the parameters gone, and with the states of other optimizers."""
-    moments = [value["exp_avg"] for value in healthy["state"].values() if "exp_avg" in value]
-    for name in next(iter(healthy["state"].values()), {}):
-        state = copy.deepcopy(healthy)
-        for value in state["state"].values():
-            value.pop(name, None)
-        yield name, state
-    if moments:
-        for words, names in (
-            ("SGD", ("momentum_buffer",)),
-            ("Adamax", ("step", "exp_avg", "exp_inf")),
-            ("RMSprop", ("step", "square_avg")),
-        ):
-            values = [
-                {name: torch.tensor(1.0) if name == "step" else moment for name in names}
-                for moment in moments
-            ]
-            yield words, {**healthy, "state": dict(enumerate(values))}
-
-
-UNDECIDED = {
-    **dict.fromkeys(("adam", "adamw", "foreach", "nadam"), ("exp_avg_sq",)),
-    "radam": ("exp_avg_sq", "Adamax"),
-    "amsgrad": ("exp_avg_sq",),
-    # Nothing but its state tells Adamax from others.
-    "adamax": ("exp_inf", "SGD", "RMSprop"),
-}
-"""States that a subclass with the same options does without, such as a Lion, and states of another optimizer."""
-
-
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "adafactor"])
-def test_a_state_that_no_parameter_has(tmp_path: Path, name: str) -> None:
-    """The options alone show which states torch's optimizer needs."""
-    model = net()
-    optimizer = MAKERS[name](model)
-    step(model, optimizer)
-    root = save(tmp_path / "checkpoint", [model], [optimizer])
-    healthy = torch.load(root / "optimizer.bin", weights_only=True)
-    for words, state in without_everywhere(healthy):
-        torch.save(state, root / "optimizer.bin")
-        severities = {finding.severity for finding in check(root).all_findings} - {Severity.NOTE}
-        if not fails(MAKERS[name], state):
-            assert severities == set(), words
-        else:
-            assert severities or words in UNDECIDED.get(name, ()), words
-
-
-@pytest.mark.parametrize(("gone", "severity"), [
-    ("step", Severity.ERROR), ("max_exp_avg_sq", Severity.ERROR), ("exp_avg", Severity.WARNING),
-])  # fmt: skip
-def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, severity: Severity) -> None:
-    """The load of every subclass asks for the step, and only a subclass that keeps other moments has none of one."""
-    model = net()
-    optimizer = MAKERS["amsgrad"](model)
-    step(model, optimizer)
-    root = save(tmp_path / "checkpoint", [model], [optimizer])
-
-    def drop(state: dict[str, Any]) -> None:
-        for value in state["state"].values():
-            del value[gone]
-
-    rewrite(root / "optimizer.bin", drop)
-    assert found(root) == [
-        f"missing-moments: optimizer.bin: 6 of 6 parameters have no usable '{gone}': 0, 1, 2 and 3 more"
-    ]
-    (finding,) = check(root).findings
-    assert finding.severity is severity
-    assert ("ignore this" in finding.advice) is (severity is Severity.WARNING)
 
 
 def state_of_each(value: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], None]:
@@ -677,16 +606,6 @@ class ScheduleFree(torch.optim.Optimizer):  # type: ignore[misc]
                     self.state[parameter].update(z=parameter.detach(), exp_avg_sq=torch.ones_like(parameter))
 
 
-class Lion(torch.optim.AdamW):  # type: ignore[misc]
-    """An optimizer with all options of AdamW and one of its states."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter].update(step=torch.tensor(1.0), exp_avg=torch.zeros_like(parameter))
-
-
 class Mini(torch.optim.AdamW):  # type: ignore[misc]
     """An optimizer with all options of AdamW and a second moment for each row, as Adam-mini has."""
 
@@ -761,7 +680,6 @@ HEALTHY: dict[str, Make] = {
     "scheduled": scheduled,
     "labelled groups": labelled_groups,
     "amsgrad switched off": amsgrad_switched_off,
-    "a subclass with fewer states": lambda model: Lion(model.parameters()),
     "sharpness-aware sgd": lambda model: SharpnessAware(torch.optim.SGD(model.parameters(), momentum=0.9)),
     "sharpness-aware adam": lambda model: SharpnessAware(torch.optim.Adam(model.parameters())),
     "schedule-free": lambda model: ScheduleFree(model.parameters()),

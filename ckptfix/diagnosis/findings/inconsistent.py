@@ -687,6 +687,11 @@ class AbsentMoments(LackingMoments):
     severity = Severity.WARNING
 
     @property
+    def stops_resume(self) -> bool:
+        """True: the next step of torch's own class fails."""
+        return True
+
+    @property
     def advice(self) -> str:
         """Advice to use another file, and what a subclass makes of it."""
         return (
