@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ckptfix import Keys, Policy, repair
+from ckptfix import Keys, repair
 from fixtures.digests import tensor_digests
 from fixtures.make_dcp import net, wrapped
-from tests.repairs.dcp_folders import FIXTURES, copy
+from tests.repairs.dcp_folders import FIXTURES, copy, renaming
 from tests.training.rank_cases import turn_on_fsdp
 from tests.training.ranks import run_ranks
 
@@ -45,6 +45,6 @@ def resume(folder: Path, wraps: int) -> None:
 def test_a_run_resumes_only_from_the_repaired_one(tmp_path: Path, keys: Keys | None, wraps: int) -> None:
     folder = copy(tmp_path, "fsdp2-nested")
     if keys is not None:
-        repair(folder, policy=Policy(keys=keys))
+        repair(folder, policy=renaming(keys))
     statuses = run_ranks(2, lambda rank: resume(folder, wraps))
     assert all(status == 0 for status in statuses) is (keys is not None)
