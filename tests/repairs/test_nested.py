@@ -224,6 +224,17 @@ def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
         assert codes(bare) == []
 
 
+def test_findings_whose_advice_alternates_are_folded(tmp_path: Path) -> None:
+    """Equal models, every second one in a wrapper: 1,500 of them gave 2,410 lines."""
+    folder = ranks(tmp_path, 2)
+    for number in range(20):
+        chain = "module." if number % 2 else ""
+        write_safetensors(folder / f"model{f'_{number}' * bool(number)}.safetensors", wrapped(NET, chain))
+    lines = str(check(folder)).splitlines()
+    assert sum("identical-models:" in text for text in lines) == 6
+    assert sum("more files with identical-models" in text for text in lines) == 2
+
+
 def test_one_entry_alone_is_not_renamed(tmp_path: Path) -> None:
     """It may be the average of another entry, which a repair of this file does not look at."""
     folder = ranks(tmp_path, 2)

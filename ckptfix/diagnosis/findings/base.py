@@ -106,8 +106,7 @@ def labelled(severity: Severity, code: str, message: str) -> Line:
 
 def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
     """Yield findings about the checkpoint ``at``; only the first few of one code in many files, such as shards."""
-    for (_, advice), group in groupby(findings, key=lambda finding: (finding.code, finding.advice_at(at))):
-        same = list(group)
+    for advice, same in _alike(findings, at):
         shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
         yield from (labelled(finding.severity, finding.code, str(finding)) for finding in shown)
         yield from (line(f"        {sentence}") for sentence in advice.splitlines())
@@ -115,6 +114,15 @@ def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
             yield line(
                 f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"
             )
+
+
+def _alike(findings: Sequence[Finding], at: str) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield each advice with the findings of one code that have it, also where two kinds of advice alternate."""
+    for _, group in groupby(findings, key=lambda finding: finding.code):
+        by_advice: dict[str, list[Finding]] = {}
+        for finding in group:
+            by_advice.setdefault(finding.advice_at(at), []).append(finding)
+        yield from by_advice.items()
 
 
 def salvage_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
