@@ -409,14 +409,11 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
     judged = [(_reference(unit), unit) for unit in units.values() if unit]
     evident = _evident([place for unit in units.values() for place in unit], processes)
     for reference, unit in judged:
-        models = [frozenset(place.scope.names) for place in unit if place.scope.kind == STATE_DICT]
+        owners = _own_models(unit, [place for place in unit if place.scope.kind == STATE_DICT])
         optimizers = [place for place in unit if place.scope.kind != STATE_DICT and place.scope.chain]
-        if any(
-            _is_own_doing(place, reference)
-            and not any(names.issuperset(place.scope.names) for names in models)
-            for place in optimizers
-        ):
-            evident = {place: words for place, words in evident.items() if place not in unit}
+        if any(_is_own_doing(place, reference) and place not in owners for place in optimizers):
+            own = frozenset(unit)
+            evident = {place: words for place, words in evident.items() if place not in own}
     # All get the same keys: renamed differently, equal models would look like copies afterwards.
     nested = [(reference, unit) for reference, unit in judged if is_nested(reference.scope.chain)]
     to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
@@ -526,11 +523,23 @@ def _unwrapped(place: _Place) -> frozenset[str]:
     return frozenset(unwrapped_names(place.scope))
 
 
-def _own_model(place: _Place, models: list[tuple[_Place, frozenset[str]]], reference: _Place) -> _Place:
-    """Return the model of an optimizer: the one with exactly its names, else the reference."""
-    if place.scope.kind == STATE_DICT:
-        return reference
-    return next((one for one, names in models if names.issuperset(place.scope.names)), reference)
+def _own_models(unit: list[_Place], models: Iterable[_Place]) -> Mapping[_Place, _Place]:
+    """Return for each optimizer the first of these models that has all of its keys, if any."""
+    optimizers = [place for place in unit if place.scope.kind != STATE_DICT]
+    first_names = {place.scope.names[0] for place in optimizers}
+    # Only these can have them: 5,000 models and as many optimizers were compared 25 million times.
+    candidates: dict[str, list[tuple[_Place, frozenset[str]]]] = {}
+    for model in models:
+        names = frozenset(model.scope.names)
+        for name in first_names & names:
+            candidates.setdefault(name, []).append((model, names))
+    owners: dict[_Place, _Place] = {}
+    for place in optimizers:
+        for model, names in candidates.get(place.scope.names[0], ()):
+            if names.issuperset(place.scope.names):
+                owners[place] = model
+                break
+    return owners
 
 
 def _judge(
@@ -538,9 +547,9 @@ def _judge(
 ) -> Iterator[Finding]:
     models = [first, *(place for place in unit if place is not first and place.scope.kind == STATE_DICT)]
     names = {id(model): _unwrapped(model) for model in models}
-    exact = [(model, frozenset(model.scope.names)) for model in models]
+    owners = _own_models(unit, models)
     for place in unit:
-        reference = _own_model(place, exact, first)
+        reference = owners.get(place, first)
         chain, known = reference.scope.chain, names[id(reference)]
         target = chain
         if reference in evident or (is_nested(chain) and to_bare):
