@@ -15,6 +15,7 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folde
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, may_hold_weights, pipeline_components
+from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
@@ -358,7 +359,21 @@ def resume_problem(checkpoint: Path) -> str | None:
         report = check(checkpoint)
     except (CkptfixError, OSError) as error:
         return described(error)
-    return next(_stopping(report), None)
+    return next(_stopping(report), None) or _new_problem(report)
+
+
+def _new_problem(report: CheckReport) -> str | None:
+    """Return the finding that the script does not save each time: the checkpoint before lacks it and loads."""
+    doubts = [finding for finding in report.findings if finding.stops_if_new]
+    for _, is_earlier, folder in neighbours(report.path) if doubts else ():
+        with suppress(CkptfixError, OSError):
+            if not is_earlier or incomplete(folder) is not None:
+                continue
+            before = check(folder)
+            if not any(_stopping(before)):
+                usual = {(finding.code, finding.path) for finding in before.findings}
+                return next((str(one) for one in doubts if (one.code, one.path) not in usual), None)
+    return None
 
 
 def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False) -> Iterator[str]:

@@ -95,6 +95,13 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Change:
     return edit
 
 
+def to_sgd(state: dict[str, Any]) -> None:
+    state["param_groups"] = [{"lr": 0.1, "momentum": 0.9, "params": [0, 1]}]
+    for states in state["state"].values():
+        states.clear()
+        states["momentum_buffer"] = torch.ones(5)
+
+
 def flipped(root: Path) -> None:
     data = (root / "optimizer.bin").read_bytes()
     (root / "optimizer.bin").write_bytes(data.replace(b"exp_avg_sq", b"exp_avg_sx"))
@@ -130,6 +137,14 @@ REFUSED: dict[str, Change] = {
     "moment": edited(lambda state: state["state"][0].pop("exp_avg")),
     "flipped bytes": flipped,
     "empty weights": emptied,
+    "model of another shape": lambda root: save_file(
+        {"weight": torch.ones(7, 4), "bias": torch.ones(7)}, root / "model.safetensors"
+    ),
+    "model without a key": lambda root: save_file({"weight": torch.ones(3, 4)}, root / "model.safetensors"),
+    "moments of another shape": edited(
+        lambda state: state["state"][0].update(exp_avg=torch.ones(9), exp_avg_sq=torch.ones(9))
+    ),
+    "optimizer of another class": edited(to_sgd),
     "cut optimizer": lambda root: os.truncate(root / "optimizer.bin", 900),
     "exchanged models": exchanged,
     "first model over the second": lambda root: shutil.copy(
@@ -173,6 +188,20 @@ def test_the_loader_the_check_and_the_choice_agree(
     assert is_loaded or check(newest).status == 1
     _, out, _ = said("check", "-r", run)
     assert f"resume from {expected}, the newest complete one" in out
+
+
+def test_a_module_that_no_save_of_a_script_has(run: Path) -> None:
+    """Each checkpoint of it has the warning, and loads."""
+    for number in (1, 2, 3):
+        edited(lambda state: state["state"].update({2: {**state["state"][0]}}))(run / f"checkpoint_{number}")
+        edited(lambda state: state["param_groups"][0]["params"].append(2))(run / f"checkpoint_{number}")
+    codes = [{finding.code for finding in check(root).findings} for root in run.iterdir()]
+    assert all("unsaved-parameters" in found for found in codes)
+    assert latest_checkpoint(run) == run / "checkpoint_3"
+    # The only checkpoint is the best one.
+    for number in (1, 2):
+        shutil.rmtree(run / f"checkpoint_{number}")
+    assert latest_checkpoint(run) == run / "checkpoint_3"
 
 
 def test_a_file_of_a_script_that_is_the_only_model(run: Path) -> None:

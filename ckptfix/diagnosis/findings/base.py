@@ -68,6 +68,14 @@ class Finding(Serialized):
         return self.severity is Severity.ERROR
 
     @property
+    def stops_if_new(self) -> bool:
+        """True when a load or the next step fails, unless the script saves so each time.
+
+        ``latest_checkpoint`` passes over the checkpoint where the one before is intact and lacks the finding.
+        """
+        return False
+
+    @property
     def advice(self) -> str:
         """The next step, a sentence a line, "" where a plain repair does it; with ``DIR`` for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""

@@ -237,6 +237,11 @@ class MismatchedRates(InconsistentGroups):
     optimizer: str
     param_groups: int
 
+    @property
+    def stops_if_new(self) -> bool:
+        """True, as every save of a script may have a MultiplicativeLR."""
+        return True
+
     def __str__(self) -> str:
         have = "has" if self.param_groups == 1 else "have"
         return (
@@ -266,6 +271,11 @@ class MismatchedMoments(OptimizerFinding):
     parameters: tuple[str, ...]
     shape: Shape
     expected: Shape
+
+    @property
+    def stops_if_new(self) -> bool:
+        """True, as torch takes moments of one shape with its parameter."""
+        return True
 
     def __str__(self) -> str:
         return (
@@ -325,6 +335,11 @@ class RoundedMoments(MismatchedMoments):
     expected: Shape = ()
     state: str
     dtype: str
+
+    @property
+    def stops_if_new(self) -> bool:
+        """False, as its class may keep them so."""
+        return False
 
     def __str__(self) -> str:
         return (
@@ -492,6 +507,11 @@ class UnsavedParameters(OptimizerFinding):
     def stops_resume(self) -> bool:
         """True where all weights are empty, and the optimizer has moments: the model of the script has parameters."""
         return self.tensors == 0 and not self.is_bare
+
+    @property
+    def stops_if_new(self) -> bool:
+        """True, as a script may train a module that it saves elsewhere."""
+        return True
 
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
@@ -687,8 +707,8 @@ class AbsentMoments(LackingMoments):
     severity = Severity.WARNING
 
     @property
-    def stops_resume(self) -> bool:
-        """True: the next step of torch's own class fails."""
+    def stops_if_new(self) -> bool:
+        """True, as a class of the script may need none."""
         return True
 
     @property
