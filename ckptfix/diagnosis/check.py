@@ -36,6 +36,7 @@ from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.siblings import Siblings, compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
+from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
@@ -325,6 +326,7 @@ def missing_here(
     folder = diagnosis.folder
     return (
         *missing,
+        *diagnose_unread_shards(folder, siblings, home=home),
         *diagnose_exchanged(
             folder,
             siblings,

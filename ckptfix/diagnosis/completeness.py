@@ -73,6 +73,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.siblings import parts_of, under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint
+from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, leads_nowhere, unreadable
@@ -453,6 +454,8 @@ def diagnose_save(
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
         findings += gone
+        if not is_saved:
+            unchecked += unchecked_shards(folder)
         if not (is_saved or gone):  # a manifest says what belongs here
             hidden = tuple(hidden_files(folder, home))
             findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)

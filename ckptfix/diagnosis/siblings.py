@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
     TRAINER_STATE,
+    FileName,
     Role,
     describe_folder_name,
     family_of,
@@ -48,10 +49,14 @@ Part = tuple[Role, int]
 
 
 class Names(NamedTuple):
-    """The names in a checkpoint. ``parts``: as of ``parts_of``. ``folders``: names that may be of plain sub-folders."""
+    """The names in a checkpoint. ``parts``: as of ``parts_of``. ``folders``: names that may be of plain sub-folders.
+
+    ``single``: positions of the models that ``load_state`` finds in one file.
+    """
 
     parts: dict[Part, str]
     folders: frozenset[str] = frozenset()
+    single: frozenset[int] = frozenset()
     is_pipeline: bool = False
 
 
@@ -186,7 +191,14 @@ def names_of(names: Iterable[PurePosixPath]) -> Names:
         and describe_folder_name(path.name) is None
         and not is_one_of_several(path.name)
     )
-    return Names(parts_of(names, _NEXT_TO), folders, is_pipeline=PurePosixPath(PIPELINE) in names)
+    parsed = (parse_file_name(path.name) for path in names)
+    single = frozenset(name.index for name in parsed if name is not None and is_loaded_model(name))
+    return Names(parts_of(names, _NEXT_TO), folders, single, is_pipeline=PurePosixPath(PIPELINE) in names)
+
+
+def is_loaded_model(name: FileName) -> bool:
+    """Return whether ``load_state`` reads the weights of a model from a file of this name."""
+    return name.role is Role.MODEL and name.load_order is not None
 
 
 def model_files(names: Iterable[str]) -> frozenset[str]:

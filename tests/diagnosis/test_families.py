@@ -276,7 +276,7 @@ def test_three_families_are_compared_with_the_first(tmp_path: Path) -> None:
 def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
     (tmp_path / "unet").mkdir()
     (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
-    (tmp_path / "unet" / "config.json").write_text("{}")
+    (tmp_path / "unet" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     for number, name in enumerate(PAIRS[9]):
         write(tmp_path / "unet" / name, values(number))
     assert [str(one.path) for one in families(tmp_path)] == ["unet/diffusion_pytorch_model.safetensors"]

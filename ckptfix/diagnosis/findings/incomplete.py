@@ -198,6 +198,20 @@ class LostPosition(IncompleteCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadShards(IncompleteCheckpoint):
+    """The one file of a model that is there in shards alone. A save hook of the script may have written them."""
+
+    @property
+    def advice(self) -> str:
+        """Advice to copy the file, unless a hook reads the shards."""
+        (wanted,) = self.missing
+        return (
+            f"load_state fails, unless a load hook of the script reads the shards: then ignore this; else copy "
+            f"{wanted} again, or resume from a complete checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostModelFiles(IncompleteCheckpoint):
     """Weights or configs of a model in a sub-folder, which the checkpoints next to it have: a hook saves them."""
 
