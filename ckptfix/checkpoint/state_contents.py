@@ -16,6 +16,9 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
   ``from_pretrained`` and the Trainer pass over unknown keys, and leave the weights random without an error. A module
   saves tensors, extra states of any kind, and what its own hooks add: quantized modules of torch add dtypes, pairs, and
   a ``bias`` of None. A module without parameters saves an empty dict.
+- torchdata's ``StatefulDataLoader.load_state_dict`` takes anything. ``{}``, which it never saves, begins the epoch anew
+  without an error. The first batch fails where a key is missing, or the state is of another number of workers
+  (torchdata 0.11). A loader of a script's own may save another dict.
 - Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and optimizers refuses them.
 """
 
@@ -355,6 +358,8 @@ def problems_inside(file: TorchFile) -> Iterator[tuple[str, StateProblem]]:
 def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     root = file.tree.root
     content = _content(file)
+    if expected is Content.DATALOADER and content in (expected, None):
+        return _problem_of_dataloader(root)
     if content is expected:
         problem = ""
         if expected is Content.OPTIMIZER:
@@ -385,7 +390,7 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     if (
         # What an object of a class is, its class alone knows.
         not _is_plain(root)
-        or expected in (Content.SAMPLER, Content.DATALOADER)
+        or expected is Content.SAMPLER
         or (expected is Content.SCHEDULER and is_dict)
         # Lookahead saves "fast_state" and "slow_state" with the groups.
         or (expected is Content.OPTIMIZER and "param_groups" in keys and len(keys) > 1)
@@ -526,6 +531,79 @@ _PAIRS_OF_CYCLES = (("base_lrs", "max_lrs"), ("base_momentums", "max_momentums")
 LambdaLR has ``base_lrs`` and ``lr_lambdas``. Their lengths show nothing: a MultiplicativeLR with the state of a run
 that had fewer param groups loads, steps, and saves two lengths.
 """
+
+
+_OF_LOADER = ("_num_yielded", "_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed",
+    "dataset_state", "_iterator_finished")  # fmt: skip
+_OF_LOADER_WITH_WORKERS = ("_snapshot", "_steps_since_snapshot", "_iterator_finished")
+_OF_SNAPSHOT = ("_snapshot_step", "_last_yielded_worker_id", "_main_snapshot")
+_OF_MAIN_SNAPSHOT = ("_num_workers", "_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed",
+    "_base_seed")  # fmt: skip
+"""Keys that torchdata's loaders look up, whatever the dataset and the sampler (0.11)."""
+
+
+def _problem_of_dataloader(root: object) -> StateProblem | None:
+    """Return why torchdata's loader cannot continue from a state, None where it can, or another loader may."""
+    if not _is_plain(root):
+        return None
+    if not is_dict_like(root) or not any(True for _ in pairs(root)):
+        is_nothing = is_dict_like(root) or root is None
+        effect = "the load succeeds, and the data loader begins the epoch anew" if is_nothing else _NO_BATCH
+        return StateProblem(Content.DATALOADER, _noun(root), None, effect=effect)
+    if not is_of_torchdata(root):
+        return None
+    parts: list[tuple[str, object, tuple[str, ...]]] = [("", root, _OF_LOADER)]
+    snapshot = child(root, "_snapshot")
+    if snapshot is not None or child(root, "_steps_since_snapshot") is not None:
+        parts = [
+            ("", root, _OF_LOADER_WITH_WORKERS),
+            ("_snapshot", snapshot, _OF_SNAPSHOT),
+            ("_main_snapshot", child(snapshot, "_main_snapshot"), _OF_MAIN_SNAPSHOT),
+        ]
+    for key, part, wanted in parts:
+        keys = {name.value for name, _ in pairs(part) if type(name) is Text} if is_dict_like(part) else set()
+        lacking = [name for name in wanted if name not in keys]
+        if lacking:
+            where = f" in {key!r}" if key else ""
+            holds = f"a data loader's state without {list_names(lacking)}{where}"
+            return StateProblem(Content.DATALOADER, holds, None, effect=_NO_BATCH)
+        for name in {*_COUNTS_OF_LOADER}.intersection(wanted):
+            value = child(part, name)
+            if _is_plain(value) and type(value) is not int:
+                holds = f"a data loader's state whose {name!r} is {_noun(value)}"
+                return StateProblem(Content.DATALOADER, holds, None, effect=_NO_BATCH)
+    return None
+
+
+_NO_BATCH = "the load succeeds, and the first batch fails"
+_COUNTS_OF_LOADER = (
+    "_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_snapshot_step", "_num_workers",
+)  # fmt: skip
+
+
+def is_of_torchdata(root: object) -> bool:
+    """Return whether a dict has a key that torchdata's loaders save, with or without workers."""
+    return is_dict_like(root) and any(
+        type(key) is Text and key.value in _SHOWING_TORCHDATA for key, _ in pairs(root)
+    )
+
+
+_SHOWING_TORCHDATA = (
+    "_num_yielded",
+    "_sampler_iter_yielded",
+    "_iterator_finished",
+    "_snapshot",
+    "_steps_since_snapshot",
+)
+
+
+def workers_of_loader(root: object) -> int | None:
+    """Return the number of workers of a state of torchdata's loader, None for a state of anything else."""
+    if not is_of_torchdata(root) or _problem_of_dataloader(root) is not None:
+        return None
+    main = child(child(root, "_snapshot"), "_main_snapshot")
+    workers = child(main, "_num_workers") if main is not None else 0
+    return workers if type(workers) is int else None
 
 
 def _problem_of_scaler(tree: PickleTree) -> StateProblem | None:

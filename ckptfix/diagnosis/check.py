@@ -18,6 +18,7 @@ from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, may_hold_weights, 
 from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
+from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, surplus_objects
 from ckptfix.diagnosis.file_damage import DeepSpeedState
@@ -335,6 +336,7 @@ def missing_here(
             home=home,
         ),
         *surplus_objects(folder, siblings, home=home),
+        *exchanged_loaders(folder, siblings, home=home),
     )
 
 

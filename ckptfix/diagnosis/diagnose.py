@@ -16,6 +16,7 @@ from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.bundled_optimizers import bundles_of, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
+from ckptfix.diagnosis.dataloaders import unjudged_loaders
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
 from ckptfix.diagnosis.families import diagnose_families
@@ -288,6 +289,7 @@ def diagnose(
             *(unchecked_parts(groups, folder.processes) if folder.only is None else ()),
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
             *unchecked_bundles(bundles),
+            *unjudged_loaders(folder),
             *of_optimizers.unchecked,
             *trainer.unchecked,
             *of_save.unchecked,

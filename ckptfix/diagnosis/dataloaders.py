@@ -1,0 +1,93 @@
+"""States of data loaders: those that no library reads, and those of a loader with another number of workers.
+
+torchdata's loader asks for other keys with workers than without, and refuses another number of them at the first batch
+(torchdata 0.11). Nothing in a folder shows how many workers a loader has: the checkpoints next to it do.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.filenames import Role, split_number
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.neighbours import folder_next_to
+from ckptfix.checkpoint.state_contents import content_of, is_of_torchdata, state_problem, workers_of_loader
+from ckptfix.diagnosis.siblings import Siblings
+from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
+from ckptfix.errors import CkptfixError
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.reading import origin_of
+from ckptfix.wording import count_of
+
+
+def unjudged_loaders(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words the states that only a data loader of the script can read."""
+    for component in folder.components:
+        content = component.content
+        if (
+            component.role is Role.DATALOADER
+            and isinstance(content, TorchFile)
+            and content_of(content) is None
+            and not is_of_torchdata(content.tree.root)
+            and state_problem(component.name, content) is None
+        ):
+            yield f"{component.path}: not a state of torchdata's StatefulDataLoader, whose first batch fails with it"
+
+
+def exchanged_loaders(
+    folder: CheckpointFolder, siblings: Siblings, *, home: Path | None = None
+) -> Iterator[MisplacedEntry]:
+    """Yield the states of loaders with another number of workers than in all checkpoints next to this one.
+
+    At an end of the run the script may have changed the number: a note, unless two files were exchanged.
+    ``home``: as of ``diagnose_exchanged``.
+    """
+    origin = Path(os.path.abspath(origin_of(home or folder.root)))
+    own = _workers(folder)
+    if not own or folder.only is not None or split_number(origin.name) is None:
+        return
+    before, after = siblings.around(origin)
+    near: list[Mapping[PurePosixPath, int]] = []
+    for sibling in (*before[:1], *after[:1], *before[1:], *after[1:]):
+        with suppress(CkptfixError, OSError), folder_next_to(origin, sibling.name) as root:
+            there = _workers(scan_folder(root, wanted=lambda file: file.role is Role.DATALOADER))
+            if there.keys() == own.keys():
+                near.append(there)
+            if there == own:
+                return
+    if not near:
+        return
+    for path, workers in own.items():
+        expected = near[0][path]
+        if any(there[path] != expected for there in near) or workers == expected:
+            continue
+        partners = [
+            other
+            for other in own
+            if own[other] == expected and all(there[other] == workers for there in near)
+        ]
+        if partners and min(partners) < path:
+            # It was reported with the other file.
+            continue
+        if len(near) == 1 and not partners:
+            continue
+        is_wrong = bool(partners) or bool(before and after)
+        known_by = "the checkpoint next to it" if len(near) == 1 else f"{len(near)} checkpoints next to it"
+        yield (MisplacedEntry if is_wrong else ChangedEntry)(
+            path=path,
+            holds=f"the state of a data loader with {count_of(workers, 'worker')}",
+            expected=f"{count_of(expected, 'worker')}, as in {known_by}",
+            effect="the load succeeds, and the first batch fails",
+            exchanged_with=str(min(partners)) if partners else "",
+        )
+
+
+def _workers(folder: CheckpointFolder) -> dict[PurePosixPath, int]:
+    """Return the number of workers of each loader whose state torchdata's loader reads."""
+    states = {
+        component.path: workers_of_loader(component.content.tree.root)
+        for component in folder.components
+        if component.role is Role.DATALOADER and isinstance(component.content, TorchFile)
+    }
+    return {path: workers for path, workers in states.items() if workers is not None}
