@@ -375,6 +375,9 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
                 if (name, state) in saved.unusable or (state not in states and not kind.is_lenient)
             ]
             gone += kind.lacking(states)
+            if not kind.is_lenient and kind.states.issuperset(states):
+                # Only SGD and SparseAdam make steps with sparse tensors.
+                gone += [state for state in moments if (name, state) in saved.sparse]
             # A subclass with states of its own may do without those of torch's class.
             if is_exact and (kind.options or STATES.issuperset(states)):
                 gone += surely

@@ -24,7 +24,15 @@ from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import is_optimizer
-from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
+from ckptfix.formats.torch_tensors import (
+    SPARSE,
+    PickledStorage,
+    PickledTensor,
+    is_tensor,
+    kind_of_tensor,
+    read_tensor,
+    storages,
+)
 
 Shape = tuple[int, ...]
 
@@ -49,6 +57,7 @@ class SavedOptimizer:
     ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers, (parameter, "")
     where its states are not a dict.
     ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
+    ``sparse``: (parameter, state) of moments that are sparse tensors.
     ``strangers``: keys of moments in an optimizer that numbers its parameters, or numbers in one that names them.
     """
 
@@ -64,6 +73,7 @@ class SavedOptimizer:
     unusable: frozenset[tuple[str, str]] = frozenset()
     integers: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     strangers: tuple[str, ...] = ()
+    sparse: frozenset[tuple[str, str]] = frozenset()
     key: str = ""
 
     @property
@@ -129,6 +139,7 @@ class _Reading:
         self._unusable: set[tuple[str, str]] = set()
         self._integers: dict[str, tuple[str, str]] = {}
         self._strangers: list[str] = []
+        self._sparse: set[tuple[str, str]] = set()
         self._is_named = False
         for group in items_of(child(node, _GROUPS)):
             self._read_group(group)
@@ -153,6 +164,7 @@ class _Reading:
             unusable=frozenset(self._unusable),
             integers=self._integers,
             strangers=tuple(self._strangers),
+            sparse=frozenset(self._sparse),
         )
 
     def _take(self, count: int) -> None:
@@ -204,7 +216,9 @@ class _Reading:
         self._unusable.update(
             (name, word) for word, (value, _) in entries.items() if _is_unusable(word, value)
         )
-        for word, (_, tensor) in entries.items():
+        for word, (value, tensor) in entries.items():
+            if word in MOMENTS and is_tensor(value) and kind_of_tensor(value) == SPARSE:
+                self._sparse.add((name, word))
             if word == "step" and tensor is not None and tensor.dtype == "BOOL":
                 self._unusable.add((name, word))
             if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):

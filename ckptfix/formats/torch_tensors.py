@@ -170,9 +170,12 @@ def is_rebuild(module: str, name: str) -> bool:
 META_TENSOR = ("torch._utils", "_rebuild_meta_tensor_no_storage")
 """The function that makes a tensor on the meta device: it has a dtype and a shape, and no numbers."""
 
+SPARSE = "a sparse tensor"
+"""The words of ``kind_of_tensor`` for every sparse layout."""
+
 _KINDS = {
-    "_rebuild_sparse_tensor": "a sparse tensor",
-    "_rebuild_sparse_csr_tensor": "a sparse tensor",
+    "_rebuild_sparse_tensor": SPARSE,
+    "_rebuild_sparse_csr_tensor": SPARSE,
     "_rebuild_nested_tensor": "a nested tensor",
     META_TENSOR[1]: "a tensor on the meta device, which has no data",
     "_rebuild_device_tensor_from_numpy": "a tensor of a device that has no storages",
