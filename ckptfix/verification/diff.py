@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.filenames import Role, parse_deepspeed_folder_name, parse_file_name
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -22,7 +22,7 @@ from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, shell_path
-from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
+from ckptfix.storage.reading import OpenFiles, Piece, names_in, open_reader, page_buffer
 from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
 from ckptfix.tensors.opening import other_files
 from ckptfix.tensors.stored import Contiguous, Layout, StoredCheckpoint, StoredTensor, Weights
@@ -35,7 +35,7 @@ from ckptfix.verification.diff_report import (
     ValueDiff,
 )
 from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
-from ckptfix.verification.optimizer_pairs import OptimizerPair, left_of, open_side, pair_optimizers
+from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, left_of, open_side, pair_optimizers
 from ckptfix.wording import count_of, list_names
 
 BUFFER = 1 << 20
@@ -334,6 +334,7 @@ def diff(
         models=models,
         optimizers=states,
         tolerance=tolerance,
+        one_sided=tuple(_one_sided(*sides)),
         crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
         is_partial=not is_complete or any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
@@ -460,6 +461,37 @@ def _ensure_tensors(*checkpoints: StoredCheckpoint) -> None:
     held = f", only values that no plain tensor are: {list_names(dict.fromkeys(opaque))}" if opaque else ""
     where = " and ".join(str(one.root / (one.only or "")) for one in checkpoints)
     raise UsageError(f"{where} hold no tensor that can be compared{held}")
+
+
+def _one_sided(left: Side, right: Side) -> Iterator[str]:
+    """Yield in words the states of a run that only one of two folders of ``save_state`` has: the other misses them.
+
+    Random states differ in number after a change of the processes. DeepSpeed keeps all states in its own folder, and
+    ``migrate`` leaves out its optimizer. Raises OSError.
+    """
+    sides = (left.checkpoint, right.checkpoint)
+    if any(side.only is not None for side in sides):
+        return
+    names = [names_in(side.root) for side in sides]
+    parsed = [[file for name in side if (file := parse_file_name(name)) is not None] for side in names]
+    if not all(any(file.is_of_save_state for file in side) for side in parsed):
+        return
+    if any(parse_deepspeed_folder_name(name) is not None for side in names for name in side):
+        return
+    states = [{str(file) for file in side if file.role in _OF_A_RUN} for side in parsed]
+    labels = [{optimizer.index: optimizer.label for optimizer in side.optimizers} for side in (left, right)]
+    if left.unread or right.unread:
+        labels = [{}, {}]
+    for letter, own, absent in (("A", 0, 1), ("B", 1, 0)):
+        optimizers = [labels[own][index] for index in sorted(labels[own].keys() - labels[absent].keys())]
+        # A single optimizer is compared with a single one, whatever their numbers.
+        if len(labels[own]) == len(labels[absent]) == 1:
+            optimizers = []
+        if files := [*optimizers, *sorted(states[own] - states[absent])]:
+            yield f"states that {letter} alone has: {list_names(files)}"
+
+
+_OF_A_RUN = (Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 
 
 def _other_weights(

@@ -190,12 +190,13 @@ class DiffReport(Printable, Serialized):
     """Report of ``diff``. ``tolerance``: relative and absolute, None without one.
 
     ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words, "" when none do.
-    ``not_compared``: in words. ``is_partial``: whether values of the models are among that, or an optimizer
-    that both sides have.
+    ``one_sided``: states of a run that one of two folders of ``save_state`` lacks, in words. ``not_compared``: in
+    words. ``is_partial``: whether values of the models are among that, or an optimizer that both sides have.
     """
 
     json_keys: ClassVar = (
-        "a b tolerance=_tolerance verdict summary=_counts models optimizers crossed notes not_compared"
+        "a b tolerance=_tolerance verdict summary=_counts models optimizers crossed one_sided notes "
+        "not_compared"
     )
 
     a: str
@@ -205,6 +206,7 @@ class DiffReport(Printable, Serialized):
     not_compared: tuple[str, ...]
     optimizers: tuple[OptimizerDiff, ...] = ()
     crossed: str = ""
+    one_sided: tuple[str, ...] = ()
     is_partial: bool = False
 
     def tensors(self) -> Iterator[TensorDiff]:
@@ -223,9 +225,10 @@ class DiffReport(Printable, Serialized):
 
     @property
     def is_different(self) -> bool:
-        """Return whether a tensor or a value differs, or is on one side only, or models are in each other's place."""
+        """Return whether a tensor, a value or a state differs, or is on one side only, or models are exchanged."""
         return (
             bool(self.crossed)
+            or bool(self.one_sided)
             or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors())
             or any(one.is_different for one in self.optimizers)
         )
@@ -279,6 +282,7 @@ class DiffReport(Printable, Serialized):
         yield line(f"{self.verdict}: {self.summary}", colour="red" if self.status else "green")
         if self.positions:
             yield line(self.positions, colour="red")
+        yield from (line(words, colour="red") for words in self.one_sided)
         yield from (line(f"note: {words}") for words in self.notes)
         yield from (line(f"not compared: {words}") for words in self.not_compared)
 
