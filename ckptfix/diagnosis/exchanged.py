@@ -372,7 +372,9 @@ def _misplaced(
         if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER):
             # Either of the two may be the changed one.
             continue
-        is_wrong = len(near) > 1 and (is_between or is_contradicted or is_other)
+        # No script empties a model and goes on training its parameters.
+        is_emptied = role is Role.MODEL and is_alone and not entry.shapes
+        is_wrong = is_emptied or (len(near) > 1 and (is_between or is_contradicted or is_other))
         holds, wanted = entry.difference(expected)
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=entry.path, holds=holds, expected=f"{wanted}, as in {known_by}", effect=effect

@@ -46,6 +46,7 @@ from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare
 from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.tensors.parameter_names import SHAPED
+from ckptfix.wording import count_of
 
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
@@ -69,7 +70,7 @@ class Weights:
     ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
     number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``: parameters may have other shapes, with as
     many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list. ``empty``: the
-    file of a model without a tensor, "" where a model has some.
+    first file of a model without a tensor, "" where each has some.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -125,6 +126,13 @@ def diagnose_optimizers(
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             report.unchecked.append(f"whether {optimizer.path} fits the weights: {why}")
+    parameters = sum(len(set(optimizer.parameters)) for optimizer in optimizers)
+    if weights.empty and 0 < weights.tensors < parameters and weights.is_complete and not report.findings:
+        # Two optimizers of one model look the same, next to a loss without parameters.
+        report.unchecked.append(
+            f"whether {weights.empty} lost its tensors: it has none, as a module without parameters; the "
+            f"optimizers have {parameters} parameters, and the other models {count_of(weights.tensors, 'tensor')}"
+        )
     return report
 
 
@@ -175,7 +183,7 @@ def _weights_of(
     return Weights(
         shapes=shapes,
         counts=counts,
-        empty=str(files[0].path) if files and not any(one.tensors for one in files) else "",
+        empty=next((str(one.path) for one in files if holds_nothing(one)), ""),
         every=frozenset(shape for of_name in shapes.values() for shape in of_name),
         tensors=len(in_folders)
         + sum(max(in_format.total() for in_format in formats.values()) for formats in families.values()),
@@ -195,6 +203,11 @@ def _weights_of(
             and not any(path.name.endswith((*OTHER_WEIGHTS, REPORT)) for path in folder.strays)
         ),
     )
+
+
+def holds_nothing(component: Component) -> bool:
+    """Return whether a file was read and holds no tensor, as ``save_state`` leaves it for a module without any."""
+    return component.problem is None and component.name.shard is None and not component.tensors
 
 
 def _of_model(state: DcpFolder) -> Iterator[tuple[str, Shape]]:
