@@ -162,6 +162,19 @@ class FileName:
         )
 
     @property
+    def is_of_script(self) -> bool:
+        """Return whether no library looks for a file of this name, so that a script or any program may write it.
+
+        ``model.bin`` is of this kind: it holds the weights of CTranslate2, and no library for torch reads it.
+        """
+        name = str(self)
+        return self.role is Role.UNKNOWN and not (
+            (self.is_of_library and name != "model.bin")
+            or parse_deepspeed_name(name) is not None
+            or parse_rank_file_name(name) is not None
+        )
+
+    @property
     def index_name(self) -> str:
         """The name of the index that lists this shard, as loaders look for it."""
         return self.index_names[0]

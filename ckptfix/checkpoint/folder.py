@@ -31,7 +31,7 @@ from ckptfix.formats.safetensors_file import (
     parse_index,
     read_safetensors,
 )
-from ckptfix.formats.sniff import describe_content, other_format, text_format
+from ckptfix.formats.sniff import describe_content, may_be_of_torch, other_format, text_format
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
@@ -73,6 +73,13 @@ class Problem:
     def is_only_unchecked(self) -> bool:
         """Return whether the file is of a known kind that ckptfix does not read, without any sign of damage."""
         return self.kind is ProblemKind.UNSUPPORTED and not self.is_limit
+
+
+def as_damage(problem: Problem | None) -> Problem | None:
+    """Return the problem of a file of another program as that of a file that a loader wants to read."""
+    if problem is None or not problem.is_foreign:
+        return problem
+    return replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, is_foreign=False)
 
 
 def is_unreadable(component: "Component") -> bool:
@@ -349,7 +356,7 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
         return problem
     head = reader.read(0, min(16, reader.size))
     wants_safetensors = name.suffix == ".safetensors"
-    is_scripts_own = name.role is Role.UNKNOWN and not (name.is_of_library or wants_safetensors)
+    is_scripts_own = name.is_of_script and not wants_safetensors
     # A name without a suffix that is known was asked for: a check of the folder passes such a file.
     words = other_format(reader) if is_scripts_own else None
     if words is None and is_scripts_own and not name.suffix:
@@ -358,9 +365,8 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
         message = f"{words}, not a format that ckptfix reads"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     words = describe_content(reader, json=name.role is not Role.WEIGHTS_INDEX)
-    is_of_torch = head.startswith((b"PK", b"\x80")) or looks_like_safetensors(head)
-    if is_scripts_own and name.suffix == ".bin" and words is None and not is_of_torch:
-        # Many programs write .bin: tokens in ``train.bin``, words in ``vocab.bin``.
+    if is_scripts_own and name.suffix and words is None and not may_be_of_torch(reader):
+        # Many programs write such names: tokens in ``train.bin``, weights of OpenVINO and of mindspore.
         message = "not a torch file, and no library looks for it by its name"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     if words == "a zip archive":

@@ -271,7 +271,8 @@ def _holds_weights(root: Path, name: str) -> bool:
             return bool(content.weight_map)
         if isinstance(content, TorchFile) and content_of(content) not in (None, Content.MODEL):
             return False
-        return bool(component.tensors) or component.problem is not None
+        problem = component.problem
+        return bool(component.tensors) or (problem is not None and not problem.is_foreign)
     return False
 
 
@@ -338,11 +339,11 @@ def _may_be(root: Path, name: str, meant: FileName) -> bool:
     """Return whether a file may hold the state that it nearly has the name of; a damaged one may."""
     if meant.role is Role.MODEL:
         return _holds_weights(root, name)
-    contents = (component.content for component in scan_folder(root, name).components)
-    return any(
-        content is None or (isinstance(content, TorchFile) and may_be_state(meant, content))
-        for content in contents
-    )
+    for component in scan_folder(root, name).components:
+        if isinstance(component.content, TorchFile):
+            return may_be_state(meant, component.content)
+        return component.problem is not None and not component.problem.is_foreign
+    return False
 
 
 def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:

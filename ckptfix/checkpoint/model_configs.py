@@ -38,7 +38,11 @@ _VERSIONS = (
 """Library -> the key under which its configs record its version."""
 _PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab", "spiece", "special_tokens")
 
-OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
+OTHER_WEIGHTS = (
+    ".bmodel", ".ckpt.index", ".dlc", ".engine", ".ggml", ".gguf", ".h5", ".hdf5", ".keras", ".litertlm", ".mlmodel",
+    ".mnn", ".msgpack", ".nemo", ".npy", ".npz", ".om", ".onnx", ".ort", ".ot", ".pb", ".pdparams", ".pickle", ".pkl",
+    ".plan", ".pt2", ".pte", ".rknn", ".tar", ".task", ".tflite",
+)  # fmt: skip
 """Endings of the weights of other libraries, which are not read."""
 
 

@@ -26,6 +26,7 @@ from ckptfix.checkpoint.folder import (
     Component,
     Problem,
     ProblemKind,
+    as_damage,
     is_unreadable,
     scan_folder,
 )
@@ -333,10 +334,13 @@ def _state(
 
 
 def _scan_alone(root: Path, path: PurePosixPath) -> CheckpointFolder:
+    """Scan a file of DeepSpeed, whose names in a universal checkpoint are those of any states."""
     scanned = scan_folder(root / path.parent, path.name)
-    return replace(
-        scanned, root=root, components=tuple(replace(one, path=path) for one in scanned.components)
+    components = tuple(
+        replace(component, path=path, problem=as_damage(component.problem))
+        for component in scanned.components
     )
+    return replace(scanned, root=root, components=components)
 
 
 def _crcs_of_ranks(root: Path, every: Sequence[PurePosixPath], progress: Progress | None) -> WrongCrcs:

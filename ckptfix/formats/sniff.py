@@ -3,6 +3,7 @@
 import re
 
 from ckptfix.errors import FormatError
+from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.torch_zip import read_records
 from ckptfix.storage.reading import FileReader
 
@@ -16,6 +17,7 @@ _OTHERS = (
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     (b"\x93NUMPY", "a numpy array"),
     (b"GGUF", "a GGUF model"),
+    *((magic[::-1], "a GGML model") for magic in (b"ggml", b"ggmf", b"ggjt", b"ggla")),
     (b"%PDF", "a PDF document"),
     (b"\x7fELF", "an ELF program"),
     (b"\x00\x05\x16\x07", "an AppleDouble file of macOS"),
@@ -24,6 +26,16 @@ _OTHERS = (
 
 _ONNX = re.compile(rb"\x08[\x03-\x20](\x12[\x01-\x40][ -~]|[\x1a\x22\x32\x3a\x42])")
 """The first fields of a protobuf ``ModelProto``, which has no magic: the version of the format, the producer's name."""
+
+_CTRANSLATE2 = re.compile(rb"[\x01-\x0f]\0{3}[\x05-\x40]\0[A-Za-z0-9]{1,60}Spec\0")
+"""The version of the format and the name of the model's specification (``serialize`` of CTranslate2's converters)."""
+
+_IDENTIFIERS = (
+    (b"TFL3", "a model of TensorFlow Lite"),
+    (b"ORTM", "a model of onnxruntime"),
+    (b"ET1", "a program of ExecuTorch"),
+)
+"""Identifiers of flatbuffers, which follow the first 4 bytes."""
 
 _OF_TORCH = re.compile(r"[^/]+/(data\.pkl|data/[0-9]+|byteorder|version|\.data/serialization_id)")
 _OF_EXPORT = re.compile(r"([^/]+/)?(archive_format|serialized_exported_program\.json)")
@@ -74,7 +86,27 @@ def other_format(reader: FileReader) -> str | None:
 def _other(head: bytes) -> str | None:
     if _ONNX.match(head):
         return "an ONNX model"
+    if _CTRANSLATE2.match(head):
+        return "a CTranslate2 model"
+    for identifier, words in _IDENTIFIERS:
+        if head.startswith(identifier, 4):
+            return words
     return next((words for signature, words in _OTHERS if head.startswith(signature)), None)
+
+
+_END_OF_ZIP = b"PK\5\6"
+
+
+def may_be_of_torch(reader: FileReader) -> bool:
+    """Return whether a file is a damaged one of torch or safetensors by its first bytes, or those of a zip's end.
+
+    Zeros at the beginning may be a lost block of any file.
+    """
+    head = reader.read(0, min(16, reader.size))
+    if head.startswith((b"PK", b"\x80")) or looks_like_safetensors(head) or not any(head):
+        return True
+    size = min(_HEAD, reader.size)
+    return _END_OF_ZIP in reader.read(reader.size - size, size)
 
 
 def text_format(reader: FileReader) -> str | None:

@@ -1,8 +1,11 @@
 """Sound files of other programs next to a checkpoint: not checked, and never damage. Under a loader's name they are."""
 
+import hashlib
 import io
+import pickle
 import re
 import shutil
+import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -226,6 +229,113 @@ class TestTorchScript:
                 UsageError, match=r"holds no weights of a model; not read: model\.pt: a TorchScript"
             ):
                 diff(path, path)
+
+
+NOISE = hashlib.shake_128(b"weights").digest(5000)
+CT2 = struct.pack("<IH", 6, 12) + b"WhisperSpec\0" + NOISE
+OTHER_RUNTIMES: dict[str, tuple[dict[str, bytes], str]] = {
+    "CTranslate2": (
+        {"model.bin": CT2, "config.json": b'{"suppress_ids": [1]}', "vocabulary.json": b"[]"},
+        "a CTranslate2 model",
+    ),
+    "OpenVINO": ({"openvino_model.bin": NOISE, "openvino_model.xml": b"<net/>"}, "not a torch file"),
+    "whisper.cpp": ({"ggml-base.bin": b"lmgg" + NOISE}, "a GGML model"),
+    "mindspore": ({"mindspore_model.ckpt": NOISE}, "not a torch file"),
+    "TensorFlow Lite in a .bin": ({"detect.bin": b"\x1c\0\0\0TFL3" + NOISE}, "TensorFlow Lite"),
+    "onnxruntime in a .bin": ({"detect.bin": b"\x1c\0\0\0ORTM" + NOISE}, "onnxruntime"),
+    "weights of darknet": ({"yolo.pth": b"\0\0\0\0\2\0\0\0\5\0\0\0" + NOISE}, "not a torch file"),
+}
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("runtime", OTHER_RUNTIMES)
+def test_weights_of_another_runtime_are_not_checked(tmp_path: Path, runtime: str, has_weights: bool) -> None:
+    from transformers import BertConfig, BertModel
+
+    files, words = OTHER_RUNTIMES[runtime]
+    if has_weights:
+        size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+        BertModel(BertConfig(vocab_size=9, **size)).save_pretrained(tmp_path)
+    for name, data in files.items():
+        if name != "config.json" or not has_weights:
+            (tmp_path / name).write_bytes(data)
+    if has_weights:
+        BertModel.from_pretrained(tmp_path)
+    elif "config.json" not in files:
+        (tmp_path / "config.json").write_text(
+            '{"architectures": ["BertModel"], "transformers_version": "5.23.0"}'
+        )
+    report = check(tmp_path)
+    assert (report.findings, report.status) == ((), 0)
+    name = next(iter(files))
+    assert any(name in line and words in line for line in report.not_checked)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "ema.pt", "ema.pth", "last.ckpt", "last.pth.tar"])
+def test_noise_under_a_name_of_a_script_is_not_checked(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(NOISE)
+    report = check(folder)
+    assert (report.findings, report.status) == ((), 0)
+    assert f"{name}: not a torch file, and no library looks for it by its name" in report.not_checked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pytorch_model.bin", "adapter_model.bin", "student.safetensors", "optimizer.pt", "scaler.pt"),
+        *("mp_rank_00_model_states.pt", "optimizer_0_rank1.bin", "pytorch_model_fsdp.bin", "rng_state_0.pth"),
+    ],
+)
+def test_noise_under_the_name_of_a_loader_is_damage(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(NOISE)
+    assert (name, 1) in {(str(one.path), check(folder).status) for one in check(folder).findings}
+
+
+@pytest.mark.parametrize("name", ["model.bin", "ema.pt", "ema.pth", "last.ckpt", "last.pth.tar"])
+def test_a_damaged_torch_file_under_a_name_of_a_script_is_damage(folder: Path, name: str) -> None:
+    torch.save({"weight": torch.ones(3000)}, folder / name)
+    assert check(folder).status == 0
+    data = (folder / name).read_bytes()
+    for damaged in (
+        data[:5000],
+        bytes(len(data)),
+        bytes(4096) + data[4096:],
+        NOISE[:4096] + data[4096:],
+        data[:4096] + bytes(len(data) - 4096),
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        b"<!doctype html><html></html>",
+    ):
+        (folder / name).write_bytes(damaged)
+        with pytest.raises((OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)):
+            torch.load(folder / name, weights_only=True)
+        assert name in {str(finding.path) for finding in check(folder).findings}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "rust_model.ot",
+            "model.tflite",
+            "saved_model.pb",
+            "model.engine",
+            "model.keras",
+            "model.ckpt.index",
+        ),
+        *("model.pdparams", "model.mlmodel", "model.pte", "model.ggml", "openvino_model.bin", "weight.bin"),
+    ],
+)
+def test_a_config_next_to_weights_of_another_runtime_lacks_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    assert "missing-model" in {finding.code for finding in check(tmp_path).findings}
+    (tmp_path / name).write_bytes(NOISE)
+    if name.endswith(".bin"):
+        assert check(tmp_path).status == 0
+        return
+    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+        check(tmp_path)
 
 
 @pytest.mark.slow
