@@ -20,6 +20,7 @@ from ckptfix.diagnosis.findings.sharded import (
     LeftoverIndex,
     MissingShard,
     OddIndex,
+    PartlyReadIndex,
     RenamedShard,
     StaleShard,
 )
@@ -146,18 +147,12 @@ def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data:
     is_read = group.index is not None and problem is None
     without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
     unread = _unread_by_transformers(path, loaded)
-    if (
-        group.index is None
-        or problem
-        or doubled
-        or lost
-        or sought
-        or unloaded
-        or skipped
-        or without_metadata
-        or unread
-    ):
-        mismatch = IndexMismatch(
+    fails = bool(
+        group.index is None or problem or doubled or lost or sought or unloaded or without_metadata or unread
+    )
+    if fails or skipped:
+        kind = IndexMismatch if fails else PartlyReadIndex
+        mismatch = kind(
             path=path,
             misplaced=misplaced,
             unlisted=len(unlisted),

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from ckptfix import check
 from ckptfix.checkpoint.entries import model_entries
 from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.repairs.repair import repair
 from tests.sampling import sampled
 from tests.stores.servers import upload_folder
 
@@ -522,6 +523,34 @@ def test_the_sentences_about_an_index_name_what_loaders_do(saved: Any, tmp_path:
         path = Path(shutil.copytree(source.path, tmp_path / damage.__name__))
         damage(replace(source, path=path))
         assert verdict(path) == [("index-mismatch", sentence)]
+
+
+def test_keys_that_old_versions_alone_leave_random_are_a_warning(saved: Any, tmp_path: Path) -> None:
+    library, source = saved[Transformers, ".safetensors"]
+    path = Path(shutil.copytree(source.path, tmp_path / "unlisted"))
+    a_key_of_a_shard_is_not_listed(replace(source, path=path))
+    assert library.is_loaded(replace(source, path=path))
+    (finding,) = check(path).findings
+    assert (finding.code, finding.severity.value, check(path).status) == ("index-mismatch", "warning", 1)
+    repair(path)
+    assert verdict(path) == []
+    assert library.is_loaded(replace(source, path=path))
+
+
+def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(saved: Any, tmp_path: Path) -> None:
+    """All bytes that the index counts, and an unlisted key for each lost one: a typo, or a shard of another model."""
+    library, source = saved[Transformers, ".safetensors"]
+    path = Path(shutil.copytree(source.path, tmp_path / "typo"))
+    index = replace(source, path=path).index
+    document = json.loads(index.read_text())
+    key = next(iter(document["weight_map"]))
+    document["weight_map"][f"typo.{key}"] = document["weight_map"].pop(key)
+    index.write_text(json.dumps(document))
+    assert library.is_loaded(replace(source, path=path))
+    (finding,) = check(path).findings
+    assert str(finding) == f"{index.name} names 1 tensor that no shard holds: 'typo.{key}'"
+    assert finding.advice.startswith("not rebuilt: either a shard is of another model, ")
+    assert "or the index has wrong keys" in finding.advice
 
 
 def test_every_byte_of_a_tensor_in_two_shards_is_compared_with_data(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ckptfix.diagnosis.findings.damaged import (
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
     MissingShard,
+    PartlyReadIndex,
     SecondFamily,
     StaleFamily,
     StaleShard,
@@ -163,6 +164,7 @@ __all__ = [
     "NoFormatMetadata",
     "NotATensorFile",
     "OtherFormat",
+    "PartlyReadIndex",
     "RelatedModels",
     "Salvaged",
     "SecondFamily",

@@ -178,7 +178,19 @@ class IndexMismatch(Finding):
                 "not rebuilt: from_pretrained and load_checkpoint_in_model take the last shard by name, the Trainer's "
                 "resume takes any; copy the shards again from where they came"
             )
+        if 0 < len(self.lost) <= self.unlisted:
+            return (
+                "not rebuilt: either a shard is of another model, and loading leaves random weights without an error, "
+                "or the index has wrong keys; copy the index and the shards again from where they came"
+            )
         return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartlyReadIndex(IndexMismatch):
+    """An index of which only old versions of transformers leave tensors out: a warning."""
+
+    severity = Severity.WARNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
