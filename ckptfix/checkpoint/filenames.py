@@ -170,6 +170,7 @@ class FileName:
         name = str(self)
         return self.role is Role.UNKNOWN and not (
             (self.is_of_library and name != "model.bin")
+            or name in _OF_DIFFUSERS
             or parse_deepspeed_name(name) is not None
             or parse_rank_file_name(name) is not None
         )
@@ -224,6 +225,9 @@ LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch
 
 Stems = Mapping[str, tuple[str, ...]]
 """Kind of weights -> the stems under which a loader looks for them, and for their index; the first is the usual one."""
+
+_OF_DIFFUSERS = ("learned_embeds.bin", "pytorch_custom_diffusion_weights.bin")
+"""Files of parts of a model that diffusers finds by their names (``loaders`` of 0.42)."""
 
 WEIGHT_KINDS = (".safetensors", ".bin")
 STEMS_OF_LIBRARIES: Mapping[str, Stems] = {

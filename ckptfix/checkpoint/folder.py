@@ -365,7 +365,10 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
         message = f"{words}, not a format that ckptfix reads"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     words = describe_content(reader, json=name.role is not Role.WEIGHTS_INDEX)
-    if is_scripts_own and name.suffix and words is None and not may_be_of_torch(reader):
+    # Raw numbers often begin with zeros; in a file of torch they are a lost block.
+    has_lost_start = name.suffix != ".bin" and not any(head)
+    is_of_other = is_scripts_own and name.suffix and not (has_lost_start or may_be_of_torch(reader))
+    if is_of_other and words is None:
         # Many programs write such names: tokens in ``train.bin``, weights of OpenVINO and of mindspore.
         message = "not a torch file, and no library looks for it by its name"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)

@@ -279,11 +279,17 @@ def test_noise_under_a_name_of_a_script_is_not_checked(folder: Path, name: str) 
     assert f"{name}: not a torch file, and no library looks for it by its name" in report.not_checked
 
 
+def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
+    (folder / "openvino_model.bin").write_bytes(bytes(3000) + NOISE)
+    assert check(folder).status == 0
+
+
 @pytest.mark.parametrize(
     "name",
     [
         *("pytorch_model.bin", "adapter_model.bin", "student.safetensors", "optimizer.pt", "scaler.pt"),
         *("mp_rank_00_model_states.pt", "optimizer_0_rank1.bin", "pytorch_model_fsdp.bin", "rng_state_0.pth"),
+        "learned_embeds.bin",
     ],
 )
 def test_noise_under_the_name_of_a_loader_is_damage(folder: Path, name: str) -> None:
