@@ -351,24 +351,29 @@ def is_file_of_parts(name: str) -> bool:
 _ADDED = re.compile(r"\s|\([0-9]+\)|~|\.[0-9]+$")
 """Spaces, and the marks of a second copy: ``optimizer (1).bin`` of browsers, ``optimizer.bin.1`` of wget."""
 
+_SET_ASIDE = re.compile(r"\.(?:bak|backup|old|orig)$")
+"""Endings by which people put a file out of use."""
+
 _LOOSE_NUMBER = re.compile(r"_+0*([0-9]+\.)")
 
 
 def nearly_state(name: str) -> FileName | None:
     """Return the file of ``save_state`` whose name this one nearly is: ``Optimizer.bin``, ``model_01.safetensors``.
 
-    They differ in case, spaces, dashes, zeros, the mark of a second copy, a missing rank or the stem of the other
-    format, as ``pytorch_model.safetensors``, so that ``load_state`` never finds the file. None for any other name.
+    They differ in case, spaces, dashes, zeros, the mark of a second copy, an ending such as ``.bak``, a missing rank or
+    the stem of the other format, as ``pytorch_model.safetensors``, so that ``load_state`` never finds the file. None
+    for any other name.
     """
     known = parse_file_name(name)
     if known is not None and known.role is not Role.UNKNOWN:
         return None
-    text = _LOOSE_NUMBER.sub(r"_\1", _ADDED.sub("", name.casefold()).replace("-", "_"))
+    plain = _ADDED.sub("", _SET_ASIDE.sub("", name.casefold()))
+    text = _LOOSE_NUMBER.sub(r"_\1", plain.replace("-", "_"))
     with_rank = text.replace("random_states.", "random_states_0.")
     # The stem of one format with the suffix of the other: load_state looks for two pairs of them.
     safe = text.removeprefix("pytorch_") if text.endswith(".safetensors") else text
-    for plain in (text, text.replace("_0.", "."), with_rank, safe):
-        meant = parse_file_name(plain)
+    for exact in (text, text.replace("_0.", "."), with_rank, safe):
+        meant = parse_file_name(exact)
         is_unknown = meant is None or meant.role is Role.UNKNOWN
         if meant is not None and not is_unknown and meant.is_state_file and not meant.is_of_trainer:
             return meant

@@ -331,6 +331,28 @@ def test_a_model_under_another_name_alone_is_missing(tmp_path: Path, near: str) 
     assert ("incomplete-checkpoint", words) in problems(folder)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
+@pytest.mark.parametrize("ending", [".bak", ".old"])
+def test_a_file_that_was_set_aside_and_is_needed_is_missing(tmp_path: Path, name: str, ending: str) -> None:
+    folder = Small().saved(tmp_path / "folder")
+    shutil.copy(folder / name, folder / f"{name}{ending}")
+    Small().accelerator.load_state(str(folder))
+    assert problems(folder) == []
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError):
+        Small().accelerator.load_state(str(folder))
+    words = f"{name} is missing: '{name}{ending}' is there, and load_state does not look for that name"
+    assert ("incomplete-checkpoint", words) in problems(folder)
+
+
+def test_a_second_model_that_was_set_aside_is_not_missed(tmp_path: Path) -> None:
+    """As somebody does who had prepared a model twice."""
+    folder = Small().saved(tmp_path / "folder")
+    shutil.copy(folder / "model.safetensors", folder / "model_1.safetensors.bak")
+    Small().accelerator.load_state(str(folder))
+    assert problems(folder) == []
+
+
 def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Path) -> None:
     """Two models, one optimizer: a repair proves a copy, which without neighbours would lack a second optimizer."""
     for number in (1, 2, 3):
