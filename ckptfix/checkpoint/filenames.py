@@ -223,6 +223,9 @@ _NUMBERED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATA
 LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
 """File names that ``load_state`` tries for the weights of a model, in order; a full FSDP save has the last."""
 
+FORMATS_OF_MODELS = LOADED_MODELS[:2]
+"""Of these, it looks for both at each position anew (accelerate 1.0 to 1.15, ``load_accelerator_state``)."""
+
 Stems = Mapping[str, tuple[str, ...]]
 """Kind of weights -> the stems under which a loader looks for them, and for their index; the first is the usual one."""
 

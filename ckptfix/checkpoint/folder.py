@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
+    FORMATS_OF_MODELS,
     OF_ONE_RANK,
     FileName,
     Role,
@@ -209,11 +210,18 @@ class CheckpointFolder:
         return max(self.ranks) + 1 if self.ranks else None
 
     def entries(self, role: Role) -> tuple[tuple[Component, ...], ...]:
-        """Return the lists of numbered entries of a role, one a family, each ordered by position."""
+        """Return the lists of numbered entries of a role, one a family, each ordered by position.
+
+        Models in two formats are one list, unless both formats have one of the positions.
+        """
         found: dict[tuple[Role, str, str], list[Component]] = {}
         for component in self.components:
             if component.role is role and component.name.is_numbered:
                 found.setdefault(component.name.family, []).append(component)
+        formats = [family for family in found if family[1:] in FORMATS_OF_MODELS]
+        positions = [entry.name.index for family in formats for entry in found[family]]
+        if len(formats) == 2 and len(positions) == len(set(positions)):
+            found[formats[0]] += found.pop(formats[1])
         return tuple(tuple(sorted(entries, key=lambda entry: entry.name.index)) for entries in found.values())
 
 

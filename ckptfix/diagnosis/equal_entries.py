@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple, Protocol
 
 from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS, Role
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
 from ckptfix.checkpoint.pairing import (
@@ -94,9 +94,13 @@ def diagnose_gaps(evidence: Evidence) -> list[Finding]:
     folder = evidence.folder
     if not folder.is_save_state or folder.only is not None:
         return []
-    return [
-        finding for role in GAPLESS_ROLES for entries in folder.entries(role) for finding in _gap(entries)
-    ]
+    findings: list[Finding] = []
+    for role in GAPLESS_ROLES:
+        of_formats = [one for one in folder.entries(role) if one[0].name.family[1:] in FORMATS_OF_MODELS]
+        known = {entry.name.index for entries in of_formats for entry in entries}
+        for entries in folder.entries(role):
+            findings += _gap(entries, known if entries in of_formats else ())
+    return findings
 
 
 class Number(Protocol):
@@ -315,10 +319,13 @@ def _shifted(entries: tuple[Component, ...], doubled: frozenset[PurePosixPath]) 
     ]
 
 
-def _gap(entries: tuple[Component, ...]) -> list[Finding]:
+def _gap(entries: tuple[Component, ...], known: Collection[int]) -> list[Finding]:
+    """Return the gaps in a list of entries. ``known``: the positions that other lists have, too."""
     findings: list[Finding] = []
     expected = 0
     for entry in entries:
+        while expected in known and expected < entry.name.index:
+            expected += 1
         if entry.name.index != expected:
             missing = PurePosixPath(str(entry.name.at(expected)))
             findings.append(EntryGap(path=entry.path, missing=missing))

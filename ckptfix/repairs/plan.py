@@ -305,7 +305,9 @@ def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
             has_gap = close_gaps and any(entry.path in gaps for entry in entries)
             if not has_gap and not any(entry.path in dropped for entry in entries):
                 continue
-            if has_gap and (objection := move_objection(draft, entries)):
+            if has_gap and (
+                objection := _two_formats(draft, role, dropped) or move_objection(draft, entries)
+            ):
                 paths = [entry.path for entry in entries if entry.path in gaps]
                 draft.stay("entry-gap", paths, objection)
                 continue
@@ -319,6 +321,17 @@ def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
                     draft.add(
                         Renumber(source=entry.path, target=target), code, safety, draft.files_of(entry.path)
                     )
+
+
+def _two_formats(draft: Draft, role: Role, dropped: frozenset[PurePosixPath]) -> str | None:
+    """Return why no gap is closed in models whose formats have different numbers, None for other entries."""
+    numbers: dict[Hashable, set[int]] = {}
+    for entry in (entry for entries in draft.folder.entries(role) for entry in entries):
+        if role is Role.MODEL and entry.path not in dropped:
+            numbers.setdefault(entry.name.family, set()).add(entry.name.index)
+    if all(first == second for first in numbers.values() for second in numbers.values()):
+        return None
+    return "the models are in two formats with different numbers: which of them belong together is not clear"
 
 
 def _drop(draft: Draft, path: PurePosixPath, kept: PurePosixPath, code: str, safety: Safety) -> None:

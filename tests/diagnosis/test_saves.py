@@ -186,6 +186,12 @@ def cut(name: str, count: int) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - count)
 
 
+def index_alone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    weight_map = {"a": "model-00001-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
@@ -202,9 +208,7 @@ def cut(name: str, count: int) -> Callable[[Path], None]:
             r"model\.safetensors: 3 bytes follow",
         ),
         (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
-            ),
+            index_alone,
             r"model-00001-of-00002\.safetensors is missing, which model\.safetensors\.index\.json names",
         ),
         (lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(), r"pytorch_model_fsdp_0 has no \.metadata"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from ckptfix import Finding, Keys, Policy, check, repair, undo
+from ckptfix import Finding, Keys, Policy, check, latest_checkpoint, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
 from ckptfix.diagnosis.findings.base import Severity
@@ -308,6 +309,66 @@ def test_a_gap_is_closed_only_when_allowed(tmp_path: Path) -> None:
     assert set(models_of(folder)) == {"model.safetensors", "model_2.safetensors"}
     assert repair(folder, policy=Policy(allow=frozenset({"entry-gap"}))).status == 0
     assert models_of(folder) == {"model.safetensors": STUDENT, "model_1.safetensors": TEACHER}
+
+
+def in_format(folder: Path, kinds: str, *models: torch.nn.Module) -> None:
+    """Save models with ``save_state``, each in the format of its letter: s, b, or - for a lost one."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*models)
+    accelerator.save_state(str(folder), safe_serialization=True)
+    accelerator.save_state(str(folder), safe_serialization=False)
+    for number, kind in enumerate(kinds):
+        at = f"_{number}" if number else ""
+        if kind in "b-":
+            (folder / f"model{at}.safetensors").unlink()
+        if kind in "s-":
+            (folder / f"pytorch_model{at}.bin").unlink()
+
+
+@pytest.mark.parametrize("kinds", ["bs", "sb", "bsb", "sbb", "-s", "s-b", "b-s", "*s", "s*b", "*-s"])
+def test_models_in_two_formats_have_a_gap_only_where_load_state_finds_neither(
+    tmp_path: Path, kinds: str
+) -> None:
+    folder = tmp_path / "checkpoint_0"
+    models = [torch.nn.Linear(2, 3 + number) for number in range(len(kinds))]
+    in_format(folder, kinds, *models)
+    accelerator = Accelerator(cpu=True)
+    again = [torch.nn.Linear(2, 3 + number) for number in range(len(kinds))]
+    accelerator.prepare(*again)
+    if "-" in kinds:
+        with pytest.raises(FileNotFoundError):
+            accelerator.load_state(str(folder))
+    else:
+        accelerator.load_state(str(folder))
+        for model, other in zip(models, again, strict=True):
+            assert torch.equal(model.weight, other.weight)
+    gaps = [one for one in check(folder).findings if one.code == "entry-gap"]
+    assert bool(gaps) is ("-" in kinds)
+    if not gaps:
+        assert latest_checkpoint(tmp_path) == folder
+    if kinds == "-s":
+        assert repair(folder, policy=Policy(allow=frozenset({"entry-gap"}))).status == 0
+        kept = [model for model, kind in zip(models, kinds, strict=True) if kind != "-"]
+        accelerator = Accelerator(cpu=True)
+        again = [torch.nn.Linear(2, model.weight.shape[0]) for model in kept]
+        accelerator.prepare(*again)
+        accelerator.load_state(str(folder))
+        assert all(torch.equal(one.weight, other.weight) for one, other in zip(kept, again, strict=True))
+    elif gaps:
+        before = snapshot(folder)
+        receipt = repair(folder, policy=Policy(allow=frozenset({"entry-gap"})))
+        assert "two formats with different numbers" in receipt.unplanned[0].reason
+        assert snapshot(folder) == before
+
+
+def test_a_drop_moves_the_later_models_of_both_formats(tmp_path: Path) -> None:
+    folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT), trained=[STUDENT])
+    torch.save({"fc.weight": torch.ones(3)}, folder / "pytorch_model_2.bin")
+    assert repair(folder).status == 0
+    assert sorted(path.name for path in folder.glob("*model*")) == [
+        "model.safetensors",
+        "pytorch_model_1.bin",
+    ]
 
 
 def test_a_drop_keeps_a_gap_that_was_there(tmp_path: Path) -> None:
