@@ -189,7 +189,7 @@ def _name(group: ModelFiles) -> FileName | None:
         return None
     if group.index_path is None:
         return group.members[0].name
-    is_found = group.index is not None or (group.rivals == 1 and len(group.members) > 1)
+    is_found = group.index is not None or group.rivals == 1
     return parse_file_name(group.index_path.name) if is_found else None
 
 

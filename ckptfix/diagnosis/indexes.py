@@ -13,6 +13,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import Replacement
+from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
     BlockingIndex,
@@ -126,8 +127,11 @@ def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data:
         for tensor in shard.tensors:
             holders.setdefault(tensor.fqn, {})[str(shard.path)] = tensor
     listed = group.listed
-    if group.index is None and (not holders or group.members[0].name.shard == (1, 1)):
-        return ()  # no shard to list, or a single one, which loaders find by name
+    is_of_script = any(one.name.shard == (1, 1) and not one.name.is_of_library for one in group.members)
+    is_part = any(begins_inside(one) is not None for one in group.members)
+    if group.index is None and (not holders or is_of_script or is_part):
+        # No shard to list, one file that a script reads by its name, or a part of a tensor, which has its own finding.
+        return ()
     repeated = {fqn: tensors for fqn, tensors in holders.items() if len(tensors) > 1}
     doubled = _unequal(root, repeated, data=data)
     lost = group.lost

@@ -234,7 +234,8 @@ def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
 
 def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifest | None) -> UnderstoodModel:
     first = members[0]
-    path = PurePosixPath(group.label) if group.index_path is None else group.index_path
+    is_indexed = group.index is not None or len(group.members) > 1
+    path = group.index_path if group.index_path is not None and is_indexed else PurePosixPath(group.label)
     own = first.role is Role.MODEL or first.name.is_of_library or first.whole is not None
     files = (*group.members, *([group.index] if group.index is not None else []))
     nbytes, dtypes = 0, Counter[str]()

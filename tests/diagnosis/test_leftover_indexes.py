@@ -1,4 +1,4 @@
-"""Indexes that a save left next to the file of a later save: transformers takes the file, and diffusers fails."""
+"""Indexes that a save left next to the file of a later save, which diffusers alone takes; and a shard without one."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ import accelerate
 import pytest
 import torch
 
-from ckptfix import check, latest_checkpoint, salvage
+from ckptfix import check, latest_checkpoint, repair, salvage
 from tests.diagnosis.test_families import values, write
 from tests.diagnosis.test_odd_indexes import OLDEST, Diffusers, Library, Transformers
 
@@ -191,3 +191,26 @@ def test_an_index_of_bin_lists_tied_weights_that_safetensors_leaves_out(tmp_path
     without_shards(tmp_path)
     write(tmp_path / "model.safetensors", values(1, "embed.weight"))
     assert [one[:2] for one in notes(tmp_path)] == [("note", "index-mismatch")]
+
+
+@pytest.mark.parametrize("kind", [Transformers, Diffusers])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_no_loader_finds_a_single_shard_without_its_index(
+    tmp_path: Path, kind: type[Library], suffix: str
+) -> None:
+    library = kind()
+    folder = library.save(tmp_path / "model", suffix)
+    tensors = {key: tensor.clone() for key, tensor in library.model.state_dict().items()}
+    for path in (folder.index, *map(folder.shard, (1, 2, 3))):
+        path.unlink()
+    shard = folder.path / f"{folder.stem}-00001-of-00001{suffix}"
+    write(shard, tensors)
+    assert not library.is_loaded(folder)
+    finding, *_ = check(folder.path).findings
+    assert (finding.code, str(finding)) == (
+        "index-mismatch",
+        f"{folder.index.name} is missing, its shards are there",
+    )
+    assert [str(model.path) for model in check(folder.path).understood.models] == [shard.name]
+    assert repair(folder.path).status == 0
+    assert library.is_loaded(folder)
