@@ -1,4 +1,5 @@
-"""Configs of models, as transformers, diffusers and PEFT write them, and whether the weights are there.
+"""Configs of models, as transformers, diffusers, PEFT and sentence-transformers write them, and whether the weights are
+there.
 
 A config is any file that somebody named so: what is read of it is bounded, and what is wrong with it is a sentence.
 """
@@ -27,6 +28,10 @@ from ckptfix.wording import human_size
 CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 PIPELINE = "model_index.json"
 """The file in which diffusers lists the components of a pipeline, each in a sub-folder."""
+MODULES = "modules.json"
+"""The file in which sentence-transformers lists the modules of a model, in sub-folders and the folder itself."""
+_OF_SENTENCES = ("config_sentence_transformers.json", "sentence_bert_config.json")
+"""Files that sentence-transformers writes next to it, the first since version 2."""
 _LONGEST_CONFIG = 1 << 20
 _LARGEST_COUNT = 1 << 40
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -128,7 +133,7 @@ def broken_config(path: Path) -> str:
             return "a git-LFS pointer"
         try:
             # json.loads takes UTF-16 and a byte order mark; loaders open a config as UTF-8.
-            _object_in(data.decode())
+            (_json_in if path.name == MODULES else _object_in)(data.decode())
         except UnicodeDecodeError:
             return "not JSON"
         except ValueError as error:
@@ -189,14 +194,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     return _object_in(data)
 
 
-def _object_in(text: bytes | str) -> dict[str, Any]:
-    """Return the object that a JSON text holds. Raises ValueError with the reason in words."""
+def _json_in(text: bytes | str) -> object:
     try:
-        document = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError:
         raise ValueError("not JSON" if text else "empty") from None
+
+
+def _object_in(text: bytes | str) -> dict[str, Any]:
+    """Return the object that a JSON text holds. Raises ValueError with the reason in words."""
+    document = _json_in(text)
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
@@ -206,7 +215,7 @@ class LostModel(NamedTuple):
     """A model that a config records and whose weights are missing.
 
     ``config``: that file. ``wanted``: the names that the loader of its class looks for. ``component``: the sub-folder
-    that ``model_index.json`` lists and that is missing, or ``is_empty``.
+    that ``model_index.json`` or ``modules.json`` lists and that is missing, or ``is_empty``, or ``lacks`` something.
     """
 
     config: PurePosixPath
@@ -214,13 +223,15 @@ class LostModel(NamedTuple):
     wanted: str = ""
     component: str = ""
     is_empty: bool = False
+    lacks: str = ""
 
     @property
     def problem(self) -> str:
         """The problem in words. The paths are relative to the checkpoint."""
         if self.component:
-            state = "empty" if self.is_empty else "missing"
-            return f"{self.component}/ is {state}, and {self.config} lists it ({self.model})"
+            is_there = "is empty" if self.is_empty else "is missing"
+            state = f"has no {self.lacks}" if self.lacks else is_there
+            return f"{self.component}/ {state}, and {self.config} lists it ({self.model})"
         where = f"{self.config.parent}/" if self.config.parent.parts else "this folder"
         looks = f" (expected {self.wanted})"
         return f"{where} has no weights, and its {self.config.name} is of {self.model}{looks}"
@@ -229,12 +240,15 @@ class LostModel(NamedTuple):
 def lost_models(
     root: Path, subfolders: Iterable[PurePosixPath], names: Collection[str]
 ) -> Iterator[LostModel]:
-    """Yield the models of a checkpoint that its sub-folders or its ``model_index.json`` record, without their weights.
+    """Yield the models of a checkpoint that its sub-folders or its list of them record, without their weights.
 
     ``subfolders``: those that no library uses for states. ``names``: the files of the checkpoint itself.
     """
+    modules = tuple(_lost_modules(root))
+    yield from modules
+    told = {lost.component for lost in modules}
     for lost in _configured_models(root, subfolders, names):
-        if not may_hold_weights(root / lost.config.parent):
+        if str(lost.config.parent) not in told and not may_hold_weights(root / lost.config.parent):
             yield lost
     # A component without a folder is loaded from the pipeline's own folder.
     if not {CONFIG, "scheduler_config.json", "preprocessor_config.json"} & set(names):
@@ -243,6 +257,120 @@ def lost_models(
             if "Tokenizer" not in model and not _holds_any(root / component):
                 is_empty = (root / component).exists()
                 yield LostModel(PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty)
+            elif _lacks_config(root / component):
+                yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=CONFIG)
+
+
+def _lacks_config(folder: Path) -> bool:
+    """Return whether a folder has weights of a library, and no config: ``from_pretrained`` looks for both."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    parsed = filter(None, map(parse_file_name, names))
+    return CONFIG not in names and any(name.is_of_library and name.model is not None for name in parsed)
+
+
+class _Module(NamedTuple):
+    """A module of sentence-transformers: its class, and the path of its folder, "" for the model's own."""
+
+    kind: str
+    path: str
+
+
+_OF_TRANSFORMERS = ("Transformer", "CLIPModel", "MLMTransformer")
+_WITH_WEIGHTS = (
+    *_OF_TRANSFORMERS, "Dense", "LayerNorm", "CNN", "LSTM", "WordEmbeddings", "StaticEmbedding", "SparseAutoEncoder",
+    "WeightedLayerPooling",
+)  # fmt: skip
+"""Modules that fail to load without ``model.safetensors`` or ``pytorch_model.bin`` (sentence-transformers 6.2).
+
+Those of transformers may have weights of ONNX and OpenVINO instead, in sub-folders.
+"""
+
+_WITH_FOLDER = (*_WITH_WEIGHTS, "Pooling")
+"""Modules that fail without their folder. ``Normalize`` has nothing in it, so that git and archives leave it out."""
+
+
+def _modules(root: Path) -> tuple[_Module, ...]:
+    """Return the modules of a model of sentence-transformers; none for any other folder."""
+    try:
+        listed = _json_in(read_start(root / MODULES, _LONGEST_CONFIG) or b"")
+    except (OSError, ValueError):
+        return ()
+    return tuple(
+        _Module(kind.rpartition(".")[2], path)
+        for module in (listed if isinstance(listed, list) else ())
+        if isinstance(module, dict)
+        and isinstance(kind := module.get("type"), str)
+        and isinstance(path := module.get("path"), str)
+        and kind.startswith("sentence_transformers.")
+        and (not path or (path == Path(path).name and path != ".." and path.isprintable()))
+    )
+
+
+def _lost_modules(root: Path) -> Iterator[LostModel]:
+    """Yield the modules that ``modules.json`` lists and that lack their folder or their weights."""
+    modules = _modules(root)
+    paths = {module.path for module in modules}
+    list_, wanted = PurePosixPath(MODULES), " or ".join(weights_names("transformers"))
+    for module in modules:
+        if module.path and module.kind in _WITH_FOLDER and not _holds_any(root / module.path):
+            is_empty = (root / module.path).exists()
+            yield LostModel(list_, module.kind, component=module.path, is_empty=is_empty)
+        elif module.kind in _WITH_WEIGHTS and not _holds_weights_of(root / module.path, module, paths):
+            lacks = "weights" if module.path else ""
+            yield LostModel(list_, module.kind, wanted=wanted, component=module.path, lacks=lacks)
+
+
+def _holds_weights_of(folder: Path, module: _Module, others: Collection[str]) -> bool:
+    """Return whether the folder of a module holds its weights, or cannot be read. ``others``: folders of modules."""
+    refused: list[OSError] = []
+    for where, folders, names in walk(folder, refused.append):
+        is_own = Path(where) == folder
+        folders[:] = [
+            name
+            for name in folders
+            if module.kind in _OF_TRANSFORMERS
+            and name != JOURNAL
+            and not is_one_of_several(name)
+            and not (is_own and not module.path and name in others)
+        ]
+        if any(map(_may_be_weights, names)):
+            return True
+    return bool(refused)
+
+
+def _may_be_weights(name: str) -> bool:
+    parsed = parse_file_name(name)
+    if parsed is not None:
+        return parsed.role in NOT_STATES
+    return name.endswith(OTHER_WEIGHTS) and not is_of_macos(name)
+
+
+def lists_models(root: Path) -> bool:
+    """Return whether a folder lists models, each to be checked: a pipeline of diffusers, or sentence-transformers.
+
+    Or the list is broken, and below it are weights.
+    """
+    if pipeline_components(root) or any(module.kind in _WITH_WEIGHTS for module in _modules(root)):
+        return True
+    return any(broken_lists(root)) and may_hold_weights(root)
+
+
+_LISTS = {PIPELINE: "DiffusionPipeline.from_pretrained", MODULES: "SentenceTransformer"}
+"""List of models -> the load that fails where it is not JSON (diffusers 0.42, sentence-transformers 6.2)."""
+
+
+def broken_lists(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield each list of models that its library cannot read, and the problem in words.
+
+    Other programs write a ``modules.json``, too.
+    """
+    for name, load in _LISTS.items():
+        is_of_library = name == PIPELINE or any((root / file).exists() for file in _OF_SENTENCES)
+        if is_of_library and (root / name).exists() and (broken := broken_config(root / name)):
+            yield name, f"{broken}, so {load} fails"
 
 
 def lost_model(root: Path) -> LostModel | None:

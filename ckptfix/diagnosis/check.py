@@ -14,7 +14,7 @@ from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, may_hold_weights, pipeline_components
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
 from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
@@ -281,7 +281,7 @@ def check(
         pending = interrupted(target) + interrupted_inside(target)
         grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
         bare = judge_bare(folder, grouped.once(resume_problem)) if not pending else None
-        if bare is None and not pending and not _is_pipeline(folder):
+        if bare is None and not pending and not (target.only is None and lists_models(target.root)):
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking = (
@@ -417,11 +417,6 @@ def _says_why(finding: Finding) -> bool:
 _OF_A_FOLDER = (
     IncompleteCheckpoint, InterruptedRepair, InterruptedSave, MissingFile, MissingModel, Salvaged,
 )  # fmt: skip
-
-
-def _is_pipeline(folder: CheckpointFolder) -> bool:
-    """Return whether diffusers keeps the models of a pipeline in the sub-folders, and each is to be checked."""
-    return folder.only is None and bool(pipeline_components(folder.root))
 
 
 def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], list[str]]:

@@ -47,6 +47,7 @@ from ckptfix.checkpoint.model_configs import (
     PIPELINE,
     LostModel,
     broken_config,
+    broken_lists,
     is_empty_config,
     lost_model,
     lost_models,
@@ -170,18 +171,21 @@ def _incomplete_of_trainer(
                 problem=f"{broken}, so {effect}",
                 is_wrong=True,
             )
+    for name, why in broken_lists(folder.root):
+        path = PurePosixPath(name)
+        yield IncompleteCheckpoint(path=path, missing=(name,), known_by=why, problem=why, is_wrong=True)
     is_hidden = any(file.wanted in _READ_BY for file in hidden)
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
     parts = parts_of(_paths(folder))
     weights = _weights_lost_by_trainer(folder, own, names)
     if weights is not None:
         yield weights
-    elif own and (adapter := adapter_without_config(names)) and not is_hidden:
+    elif (adapter := adapter_without_config(names)) and not is_hidden:
         yield IncompleteCheckpoint(
             path=PurePosixPath(ADAPTER),
             missing=(ADAPTER,),
             known_by=f"{adapter} is there",
-            of_trainer=True,
+            of_trainer=bool(own),
         )
     # ``save_pretrained`` writes both configs.
     if GENERATION in names and CONFIG not in names and has_weights_of(CONFIG, names) and not is_hidden:
@@ -544,10 +548,5 @@ def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:
 
 
 def _missing_model(lost: LostModel) -> MissingModel:
-    return MissingModel(
-        path=lost.config,
-        model=lost.model,
-        wanted=lost.wanted,
-        component=lost.component,
-        is_empty=lost.is_empty,
-    )
+    facts = lost._asdict()
+    return MissingModel(path=facts.pop("config"), **facts)

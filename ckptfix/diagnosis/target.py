@@ -14,7 +14,9 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import cut_upload, family_holds, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.model_configs import (
+    MODULES,
     PIPELINE,
+    broken_lists,
     lost_model,
     lost_models,
     may_hold_weights,
@@ -161,7 +163,9 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
             around.append(here)
             found.append(here)
-        elif is_bare(here, holds) or (PIPELINE in files and _lacks_part_of_pipeline(here, folders)):
+        elif is_bare(here, holds) or (
+            not {PIPELINE, MODULES}.isdisjoint(files) and _lacks_part_of_list(here, folders)
+        ):
             found.append(here)
         is_empty &= not found
         yield from found
@@ -173,10 +177,14 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UsageError(f"no checkpoint found in or below {path}")
 
 
-def _lacks_part_of_pipeline(folder: Path, subfolders: Iterable[str]) -> bool:
-    """Return whether a pipeline has some weights, and not those of each model. Without any it may be configs alone."""
+def _lacks_part_of_list(folder: Path, subfolders: Iterable[str]) -> bool:
+    """Return whether a list of models is broken, or not each of them has its weights.
+
+    Without any weights the folder may be configs alone.
+    """
     below = [PurePosixPath(name) for name in subfolders if describe_folder_name(name) is None]
-    return any(lost_models(folder, below, (PIPELINE,))) and may_hold_weights(folder)
+    lacks_part = any(broken_lists(folder)) or any(lost_models(folder, below, (PIPELINE,)))
+    return lacks_part and may_hold_weights(folder)
 
 
 def _lacks_all_weights(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command, existing, listed_files
@@ -59,11 +59,11 @@ def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
 
 
 def is_checkpoint(folder: CheckpointFolder) -> bool:
-    """Return whether a folder holds a state, weights of a library or the list of a pipeline's models."""
+    """Return whether a folder holds a state, weights of a library or a list of models."""
     names = (component.name for component in folder.components)
     return (
         any(name.role not in NOT_STATES or name.is_of_library for name in names)
-        or any(path.name == PIPELINE for path in folder.strays)
+        or any(path.name in (PIPELINE, MODULES) for path in folder.strays)
         or any(_is_model_folder(path.name) for path in folder.subfolders)
     )
 

@@ -344,6 +344,7 @@ def as_adapter(root: Path) -> None:
 def in_subfolder(root: Path) -> None:
     (root / "default").mkdir()
     rename("default/adapter_model.safetensors")(root)
+    (root / "default" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
 
 def of_a_subclass(root: Path) -> None:

@@ -13,7 +13,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.storage.paths import shell_path
@@ -121,6 +121,8 @@ class IncompleteCheckpoint(Finding):
         if self.is_wrong:
             # The problem says what a load does with the value: it need not fail.
             return "copy it again, or resume from a complete checkpoint"
+        if self.missing == (ADAPTER,) and not self.of_trainer:
+            return "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"
         if self.missing == (ADAPTER,):
             return (
                 "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it again, or from another "
@@ -263,8 +265,8 @@ class LostTag(IncompleteCheckpoint):
 class MissingModel(Finding):
     """States of an optimizer without weights of any model; or the config of a ``model`` without its weights.
 
-    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline lists and that is
-    missing, or ``is_empty``.
+    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline or a list of modules has,
+    and that is missing, or ``is_empty``, or ``lacks`` its config or weights.
     """
 
     code = "missing-model"
@@ -272,23 +274,27 @@ class MissingModel(Finding):
     action = Action.TELL
     meaning = (
         "an optimizer without weights of any model, in the folder or below it, or a model's config or a component of a "
-        "diffusers pipeline without its weights: the copy or save was cut"
+        "diffusers pipeline or of sentence-transformers without its weights: the copy or save was cut"
     )
 
     model: str = ""
     wanted: str = ""
     component: str = ""
     is_empty: bool = False
+    lacks: str = ""
 
     def __str__(self) -> str:
         if self.component:
-            state = "empty" if self.is_empty else "missing"
+            whole = "pipeline" if self.path.name == PIPELINE else "model"
+            is_there = "is empty" if self.is_empty else "is missing"
+            state = f"has no {self.lacks}" if self.lacks else is_there
             listed = f"{self.path} lists it as {self.model}"
-            return f"{self.component}/ is {state}: {listed}, so the pipeline cannot be loaded"
+            return f"{self.component}/ {state}: {listed}, so the {whole} cannot be loaded"
         if self.model:
             where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
+            is_of = "lists a" if self.path.name == MODULES else "is of"
             return (
-                f"{where} has no weights: {self.path.name} is of {self.model}, which cannot be loaded (expected "
+                f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be loaded (expected "
                 f"{self.wanted})"
             )
         return f"{self.path} is there, and no weights of a model, in this folder or below it"
@@ -296,7 +302,7 @@ class MissingModel(Finding):
     @property
     def advice(self) -> str:
         """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it last."""
-        if self.component:
+        if self.component and self.path.name == PIPELINE:
             return f"copy the folder again; if the script passes {self.component}= to from_pretrained, ignore this"
         return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore this"
 

@@ -1,0 +1,202 @@
+"""Lists of models, of diffusers and of sentence-transformers: a broken list, and models without a config or weights."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, BertConfig, BertModel
+
+from ckptfix import check
+from tests.commanding import Said, said
+from tests.diagnosis.test_lost_weights import made, without
+
+__all__ = ["made", "said"]
+
+diffusers: Any = pytest.importorskip("diffusers")
+peft: Any = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+Change = Callable[[Path], object]
+
+NO_CONFIG = (
+    "unet/ has no config.json: model_index.json lists it as UNet2DModel, so the pipeline cannot be loaded"
+)
+
+
+def cut(name: str) -> Change:
+    return lambda root: os.truncate(root / name, (root / name).stat().st_size // 2)
+
+
+@pytest.mark.parametrize("name", ["lone", "pipeline"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            cut("model_index.json"),
+            "model_index.json: not JSON, so DiffusionPipeline.from_pretrained fails",
+        ),
+        (
+            lambda root: (root / "model_index.json").write_text(""),
+            "model_index.json: empty, so DiffusionPipeline.from_pretrained fails",
+        ),
+        (without("unet/config.json"), NO_CONFIG),
+    ],
+)
+def test_a_pipeline_that_cannot_be_loaded(
+    made: Path, tmp_path: Path, said: Said, name: str, change: Change, words: str
+) -> None:
+    """A check of it was wrong usage, and ``check -r`` found no error."""
+    folder = Path(shutil.copytree(made / name, tmp_path / name))
+    change(folder)
+    with pytest.raises((OSError, ValueError)):
+        diffusers.DiffusionPipeline.from_pretrained(folder)
+    assert [str(finding) for finding in check(folder).all_findings] == [words]
+    for arguments in (("check", folder), ("check", "-r", tmp_path)):
+        status, out, _ = said(*arguments)
+        assert (status, words in out) == (1, True)
+
+
+def test_a_broken_list_without_weights_is_no_checkpoint(made: Path, tmp_path: Path, said: Said) -> None:
+    (tmp_path / "model_index.json").write_text("{")
+    shutil.copytree(made / "lone" / "scheduler", tmp_path / "scheduler")
+    assert said("check", tmp_path)[0] == said("check", "-r", tmp_path)[0] == 2
+
+
+def test_an_adapter_without_its_config(
+    made: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = Path(shutil.copytree(made / "lora", tmp_path / "lora"))
+    assert said("check", folder)[0] == 0
+    without("adapter_config.json")(folder)
+    with pytest.raises(ValueError, match="adapter_config"):
+        peft.PeftModel.from_pretrained(AutoModel.from_pretrained(made / "bert"), str(folder))
+    (finding,) = check(folder).findings
+    assert str(finding) == "adapter_config.json is missing: adapter_model.safetensors is there"
+    assert finding.advice == (
+        "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"
+    )
+    assert said("check", folder)[0] == said("check", "-r", folder)[0] == 1
+
+
+def sentences(root: Path, *, first: str = "", base: str = "sentence_transformers.models.") -> Path:
+    """Write a model as sentence-transformers does, 2 to 6. ``first``: the folder of its first module."""
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+    )
+    BertModel(config).save_pretrained(root / first)
+    (root / first / "tokenizer.json").write_text("{}")
+    (root / first / "sentence_bert_config.json").write_text('{"max_seq_length": 8}')
+    (root / "config_sentence_transformers.json").write_text("{}")
+    for name, values in (
+        ("1_Pooling", {"word_embedding_dimension": 8}),
+        ("2_Dense", {"in_features": 8, "out_features": 4}),
+    ):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(values))
+    weights = {"linear.weight": torch.ones(4, 8), "linear.bias": torch.ones(4)}
+    save_file(weights, root / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
+    modules = [
+        (first, "Transformer"),
+        ("1_Pooling", "Pooling"),
+        ("2_Dense", "Dense"),
+        ("3_Normalize", "Normalize"),
+    ]
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": base + kind}
+        for number, (path, kind) in enumerate(modules)
+    ]
+    (root / "modules.json").write_text(json.dumps(listed))
+    return root
+
+
+LAYOUTS = {
+    "": "sentence_transformers.models.",
+    "0_Transformer": "sentence_transformers.base.modules.transformer.",
+}
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_a_model_of_sentence_transformers(first: str, tmp_path: Path, said: Said) -> None:
+    """Its ``3_Normalize`` has no files, so that no archive has the folder."""
+    sentences(tmp_path, first=first, base=LAYOUTS[first])
+    assert check(tmp_path).all_findings == ()
+    assert said("check", tmp_path)[0] == said("check", "-r", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_a_model_of_sentence_transformers_with_other_weights(first: str, tmp_path: Path) -> None:
+    """The backends ``onnx`` and ``openvino`` load their own."""
+    sentences(tmp_path, first=first, base=LAYOUTS[first])
+    without("model.safetensors")(tmp_path / first)
+    (tmp_path / first / "onnx").mkdir()
+    (tmp_path / first / "onnx" / "model.onnx").write_bytes(b"\x08\x07\x12\x07pytorch" + bytes(90))
+    assert check(tmp_path).all_findings == ()
+
+
+EXPECTED = "(expected model.safetensors or pytorch_model.bin)"
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "words"),
+    [
+        (
+            "",
+            without("model.safetensors"),
+            f"this folder has no weights: modules.json lists a Transformer, which cannot be loaded {EXPECTED}",
+        ),
+        (
+            "0_Transformer",
+            without("0_Transformer/model.safetensors"),
+            "0_Transformer/ has no weights: modules.json lists it as Transformer, so the model cannot be loaded",
+        ),
+        (
+            "",
+            without("2_Dense/model.safetensors"),
+            "2_Dense/ has no weights: modules.json lists it as Dense, so the model cannot be loaded",
+        ),
+        (
+            "",
+            without("2_Dense"),
+            "2_Dense/ is missing: modules.json lists it as Dense, so the model cannot be loaded",
+        ),
+        (
+            "0_Transformer",
+            without("1_Pooling"),
+            "1_Pooling/ is missing: modules.json lists it as Pooling, so the model cannot be loaded",
+        ),
+        ("", cut("modules.json"), "modules.json: not JSON, so SentenceTransformer fails"),
+    ],
+)
+def test_a_model_of_sentence_transformers_that_lacks_a_part(
+    first: str, change: Change, words: str, tmp_path: Path, said: Said
+) -> None:
+    """``check -r`` found no error; a check was wrong usage where the folder itself had no weights."""
+    sentences(tmp_path, first=first, base=LAYOUTS[first])
+    change(tmp_path)
+    assert [str(finding) for finding in check(tmp_path).all_findings] == [words]
+    for arguments in (("check", tmp_path), ("check", "-r", tmp_path)):
+        status, out, _ = said(*arguments)
+        assert (status, words in out) == (1, True)
+
+
+@pytest.mark.parametrize("path", ["../bert", "/etc", "..", "a\nb", "\0"])
+def test_a_hostile_list_of_modules(path: str, tmp_path: Path) -> None:
+    sentences(tmp_path)
+    listed = json.loads((tmp_path / "modules.json").read_text())
+    kind = "sentence_transformers.models.Dense"
+    (tmp_path / "modules.json").write_text(json.dumps([*listed, {"path": path, "type": kind}, 1, {}, [[]]]))
+    assert check(tmp_path).all_findings == ()
+
+
+def test_a_list_of_modules_of_another_program(made: Path, tmp_path: Path, said: Said) -> None:
+    shutil.copytree(made / "bert", tmp_path / "run")
+    (tmp_path / "modules.json").write_text('{"modules": ')
+    assert said("check", tmp_path)[0] == 2
+    assert said("check", "-r", tmp_path)[0] == 0
