@@ -18,6 +18,7 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
+from ckptfix.checkpoint.model_configs import is_pretrained
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix, WrapperPrefix
@@ -98,10 +99,19 @@ def diagnose_names(
                 elif scope.kind == STATE_DICT and (chain or inner_wrappers(scope.names)):
                     findings.append(
                         WrapperPrefix(
-                            path=component.path, scope=str(scope), chain=chain, names=len(scope.names)
+                            path=component.path,
+                            scope=str(scope),
+                            chain=chain,
+                            names=len(scope.names),
+                            is_pretrained=component.name.is_of_library and _is_export(evidence.folder),
                         )
                     )
     return findings
+
+
+def _is_export(folder: CheckpointFolder) -> bool:
+    """Return whether ``from_pretrained`` loads the weights of a folder: its script need not wrap the model again."""
+    return not folder.is_save_state and is_pretrained(folder.root)
 
 
 class _Nested(NamedTuple):

@@ -123,7 +123,10 @@ class NestedPrefix(Finding):
     code = "nested-prefix"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "every key begins with a wrapper more than once (`module.module.`): the model was wrapped twice"
+    meaning = (
+        "every key begins with a wrapper more than once (`module.module.`), and nothing shows that a single process "
+        "saved it: the model was wrapped twice. In a `save_state` folder of one process it is `wrapper-prefix`, a note"
+    )
 
     scope: str
     chain: tuple[str, ...]
@@ -202,6 +205,8 @@ class WrapperPrefix(Finding):
     scope: str
     chain: tuple[str, ...]
     names: int
+    is_pretrained: bool = False
+    """The folder has the config of transformers, diffusers or PEFT, whose ``from_pretrained`` looks for bare keys."""
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
@@ -215,6 +220,11 @@ class WrapperPrefix(Finding):
     @property
     def advice(self) -> str:
         """Advice to keep the keys for the script that wrote them, and to strip them only for a bare model."""
+        if self.is_pretrained:
+            return (
+                "from_pretrained does not find these keys, and leaves their weights random or fails: "
+                "ckptfix repair DIR --keys bare. If the model has modules of these names itself, ignore this"
+            )
         return "right for the script that wrote it; for a bare model: ckptfix repair DIR --keys bare"
 
 

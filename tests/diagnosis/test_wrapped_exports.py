@@ -1,0 +1,49 @@
+"""Keys with wrappers in folders of transformers, whose ``from_pretrained`` makes a bare model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, BertConfig, BertModel
+
+from ckptfix import check
+from ckptfix.diagnosis.findings.duplicates import WrapperPrefix
+
+
+def wrapped(root: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Save a model of transformers with a prefix before each key, and return its weights."""
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+    )
+    BertModel(config).save_pretrained(root)
+    weights: dict[str, torch.Tensor] = load_file(root / "model.safetensors")
+    save_file(
+        {prefix + name: tensor for name, tensor in weights.items()},
+        root / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return weights
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_the_advice_does_not_call_keys_right_that_no_load_finds(prefix: str, tmp_path: Path) -> None:
+    """It was "right for the script that wrote it", and from_pretrained left all weights random."""
+    weights = wrapped(tmp_path, prefix)
+    loaded = AutoModel.from_pretrained(tmp_path).state_dict()
+    matrices = [name for name, tensor in weights.items() if tensor.dim() == 2]
+    assert not any(torch.equal(loaded[name], weights[name]) for name in matrices)
+    (finding,) = check(tmp_path).findings
+    assert isinstance(finding, WrapperPrefix)
+    assert finding.advice == (
+        "from_pretrained does not find these keys, and leaves their weights random or fails: ckptfix repair DIR --keys "
+        "bare. If the model has modules of these names itself, ignore this"
+    )
+
+
+def test_the_advice_for_a_folder_of_a_script(tmp_path: Path) -> None:
+    wrapped(tmp_path, "module.")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (finding,) = check(tmp_path).findings
+    assert finding.advice.startswith("right for the script that wrote it")
