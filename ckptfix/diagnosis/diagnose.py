@@ -22,6 +22,7 @@ from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, di
 from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import (
     DeepSpeedState,
+    diagnose_adapters,
     diagnose_deepspeed,
     diagnose_files,
     diagnose_meta_tensors,
@@ -239,6 +240,7 @@ def diagnose(
             findings += of_items
         findings += diagnose_wrong_states(folder)
         findings += diagnose_meta_tensors(folder)
+        findings += diagnose_adapters(folder)
         damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))
         unreliable = _paths(findings, _OF_HEADERS)
