@@ -33,6 +33,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     MissingMoments,
     OptimizerFinding,
     RoundedMoments,
+    RoundedWeights,
     UnsavedFrozen,
     UnsavedParameters,
 )
@@ -42,7 +43,7 @@ from ckptfix.diagnosis.optimizer_kinds import (
     STATES,
     kind_of,
 )
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare
+from ckptfix.diagnosis.saved_optimizers import INTEGERS, SavedOptimizer, Shape, bare
 from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.tensors.parameter_names import SHAPED
@@ -63,6 +64,20 @@ _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a model. ``dtype``: "" where it is not known."""
+
+    path: PurePosixPath
+    key: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def is_integer(self) -> bool:
+        """Return whether it has numbers that no optimizer can train."""
+        return self.dtype.startswith(INTEGERS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """The weights that optimizers are compared with. ``is_complete``: nothing else in the folder may hold some.
@@ -71,6 +86,7 @@ class Weights:
     number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``: parameters may have other shapes, with as
     many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list. ``empty``: the
     first file of a model without a tensor, "" where each has some.
+    ``models``: the tensors of each model, in each format.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -82,6 +98,7 @@ class Weights:
     are_converted: bool = False
     are_adapter: bool = False
     empty: str = ""
+    models: Sequence[Sequence[StoredTensor]] = ()
 
     def why_not_compared(self, saved: SavedOptimizer) -> str:
         """Return why an optimizer is not fully compared with these weights, "" where it is."""
@@ -139,7 +156,11 @@ def diagnose_optimizers(
 def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:
     """Yield what is wrong with an optimizer in itself, and against the weights. ``names``: parameter -> key."""
     saved = without_reduced(saved)
-    findings = [*contradictions(saved), *_of_shapes(saved, weights, names)]
+    findings = [
+        *contradictions(saved),
+        *_of_shapes(saved, weights, names),
+        *_rounded_weights(saved, weights, names),
+    ]
     # Moments that are known to be wrong would be reported again, as those of parameters without weights.
     if saved.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
         findings += _of_weights(saved, weights)
@@ -159,24 +180,21 @@ def _weights_of(
     own = [one for one in folder.components if one.role in _WEIGHTS and not one.name.is_of_parts]
     models = [state for state in sharded if state.model is not None]
     shapes: dict[str, set[Shape]] = {}
-    in_folders = [named for state in models for named in _of_model(state)]
-    for name, shape in (
-        *((tensor.fqn, tensor.shape) for one in own for tensor in one.tensors),
-        *in_folders,
-    ):
-        shapes.setdefault(bare(name), set()).add(shape)
+    in_folders = [tensor for state in models for tensor in _of_model(state)]
+    stored = [*in_folders, *(tensor for one in own for tensor in _of_file(one))]
+    for tensor in stored:
+        shapes.setdefault(bare(tensor.key), set()).add(tensor.shape)
     # A model that is stored in two formats counts once: the message compares numbers of parameters.
-    families: dict[tuple[object, int], dict[tuple[str, str], Counter[Shape]]] = {}
+    families: dict[tuple[object, int], dict[tuple[str, str], list[StoredTensor]]] = {}
     for one in own:
         formats = families.setdefault((one.name.model or one.path, one.name.index), {})
-        in_format = formats.setdefault((one.name.stem, one.name.suffix), Counter())
-        in_format.update(tensor.shape for tensor in one.tensors)
+        formats.setdefault((one.name.stem, one.name.suffix), []).extend(_of_file(one))
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
-    counts = Counter(shape for _, shape in in_folders)
+    counts = Counter(tensor.shape for tensor in in_folders)
     for formats in families.values():
         largest: Counter[Shape] = Counter()
         for in_format in formats.values():
-            largest |= in_format
+            largest |= Counter(tensor.shape for tensor in in_format)
         counts += largest
     dcp = {state.path for state in sharded}
     files = [one for one in own if one.role is Role.MODEL]
@@ -185,8 +203,8 @@ def _weights_of(
         counts=counts,
         empty=next((str(one.path) for one in files if holds_nothing(one)), ""),
         every=frozenset(shape for of_name in shapes.values() for shape in of_name),
-        tensors=len(in_folders)
-        + sum(max(in_format.total() for in_format in formats.values()) for formats in families.values()),
+        tensors=len(in_folders) + sum(max(map(len, formats.values())) for formats in families.values()),
+        models=[in_folders, *(in_format for formats in families.values() for in_format in formats.values())],
         is_of_trainer=is_of_trainer,
         are_converted=is_of_trainer and any(map(_is_converted, own)),
         are_adapter=is_of_trainer and any(map(_is_adapter, own)),
@@ -210,12 +228,17 @@ def holds_nothing(component: Component) -> bool:
     return component.problem is None and component.name.shard is None and not component.tensors
 
 
-def _of_model(state: DcpFolder) -> Iterator[tuple[str, Shape]]:
+def _of_model(state: DcpFolder) -> Iterator[StoredTensor]:
     found = model_names(state.metadata) if state.metadata is not None else None
-    shapes = {tensor.fqn: tensor.shape for tensor in state.tensors}
+    tensors = {tensor.fqn: tensor for tensor in state.tensors}
     for fqn, name in (found.names if found is not None else {}).items():
-        if fqn in shapes:
-            yield name, shapes[fqn]
+        if fqn in tensors:
+            yield StoredTensor(state.path, name, tensors[fqn].dtype or "", tensors[fqn].shape)
+
+
+def _of_file(component: Component) -> Iterator[StoredTensor]:
+    for tensor in component.tensors:
+        yield StoredTensor(component.path, tensor.fqn, tensor.dtype, tensor.shape)
 
 
 def _is_as_trained(component: Component) -> bool:
@@ -451,6 +474,48 @@ def _of_shapes(one: SavedOptimizer, weights: Weights, names: Mapping[str, str]) 
     if wrong:
         shape, expected_shape = next(iter(wrong.values()))
         yield MismatchedMoments(path=one.path, parameters=tuple(wrong), shape=shape, expected=expected_shape)
+
+
+def _rounded_weights(
+    saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]
+) -> Iterator[RoundedWeights]:
+    """Yield the weights of whole numbers of which an optimizer has moments: no optimizer trains such a parameter.
+
+    Frozen weights of bitsandbytes have no moments. Without keys shapes decide: those of one model that can have all
+    these moments, or else of all models. A single number may be a bare parameter next to a counter of BatchNorm.
+    """
+    every = [tensor for model in weights.models for tensor in model]
+    if not saved.is_plain or not any(tensor.is_integer for tensor in every):
+        return
+    shapes_of = {
+        name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
+        for name, states in saved.states.items()
+    }
+    trained = {bare(names[name]) for name, shapes in shapes_of.items() if shapes and name in names}
+    if trained & weights.shapes.keys():
+        trained -= {bare(tensor.key) for tensor in every if not tensor.is_integer}
+        rounded = [tensor for tensor in every if bare(tensor.key) in trained]
+    else:
+        rounded = []
+        moments = Counter(shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1)
+        fitting = [model for model in weights.models if not moments - _shapes(model)]
+        if not fitting and not moments - _shapes(every):
+            fitting = [every]
+        lost = [moments - _shapes(model, is_integer=False) for model in fitting]
+        if fitting and all(lost) and weights.is_complete and not weights.are_converted:
+            rounded = [tensor for tensor in fitting[0] if tensor.is_integer and tensor.shape in lost[0]]
+    if rounded:
+        yield RoundedWeights(
+            path=rounded[0].path,
+            optimizer=str(saved.path),
+            parameters=tuple(tensor.key for tensor in rounded),
+            dtype=rounded[0].dtype,
+        )
+
+
+def _shapes(tensors: Iterable[StoredTensor], *, is_integer: bool | None = None) -> Counter[Shape]:
+    """Count the shapes of tensors, of all or of either kind."""
+    return Counter(tensor.shape for tensor in tensors if is_integer in (None, tensor.is_integer))
 
 
 def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFinding]:

@@ -37,8 +37,8 @@ from ckptfix.formats.torch_tensors import (
 Shape = tuple[int, ...]
 
 _STATE, _GROUPS = "state", "param_groups"
-_INTEGERS = ("I", "U", "BOOL")
-"""Beginnings of the dtypes that torch's optimizers never have moments of."""
+INTEGERS = ("I", "U", "BOOL")
+"""Beginnings of the dtypes that torch's optimizers never train, and never have moments of."""
 _LAST_STEP = 1 << 53
 """A larger number in a pickle is not a step, and Python refuses to print one of more than 4300 digits."""
 
@@ -221,7 +221,7 @@ class _Reading:
                 self._sparse.add((name, word))
             if word == "step" and tensor is not None and tensor.dtype == "BOOL":
                 self._unusable.add((name, word))
-            if word in MOMENTS and tensor is not None and tensor.dtype.startswith(_INTEGERS):
+            if word in MOMENTS and tensor is not None and tensor.dtype.startswith(INTEGERS):
                 self._integers[name] = word, tensor.dtype
 
 

@@ -357,6 +357,36 @@ class RoundedMoments(MismatchedMoments):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedWeights(MismatchedMoments):
+    """Weights of whole numbers, of which the ``optimizer`` has moments. ``parameters``: their keys."""
+
+    shape: Shape = ()
+    expected: Shape = ()
+    optimizer: str
+    dtype: str
+
+    @property
+    def stops_resume(self) -> bool:
+        """True: the load gives the model rounded weights without an error."""
+        return True
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.parameters[0]!r} has dtype {self.dtype}, and {self.optimizer} has moments of it "
+            f"(expected floating point numbers{self._others})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file: the fractions are lost."""
+        return (
+            "no optimizer trains whole numbers: the weights were converted after the save. The load copies them into "
+            "floating point numbers without an error: copy the file again from where it came, or resume from an older "
+            f"checkpoint. If {self.optimizer} trains a module whose weights are kept elsewhere, ignore this"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSaves(Finding):
     """Two files with different progress: they may be of two saves.
 
