@@ -750,6 +750,47 @@ class AbsentMoments(LackingMoments):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyOptimizer(MissingMoments):
+    """An optimizer without moments in a run that seems to have made steps. ``evidence``: of them, in words."""
+
+    evidence: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.place}: none of {count_of(self.parameters, 'parameter')} has moments, and {self.evidence}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file, and the explanations of a script."""
+        return (
+            "the load takes it without an error, and the moments start at zero: resume from another checkpoint. If "
+            "the optimizer made no step yet, as where fp16 skipped all of them, ignore this"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostMoments(EmptyOptimizer):
+    """An optimizer without moments that surely made steps, unless the script began another one."""
+
+    severity = Severity.WARNING
+
+    @property
+    def stops_resume(self) -> bool:
+        """True: a run would continue with moments of zero."""
+        return True
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file, and the explanation of a script."""
+        return (
+            "the load takes it without an error, and the moments start at zero: copy the file again from where it "
+            "came, or resume from another checkpoint. If the script began a new optimizer just before this save, "
+            "ignore this"
+        )
+
+
 def _parameters(names: tuple[str, ...]) -> str:
     return f"{'parameter' if len(names) == 1 else 'parameters'} {_listed(names)}"
 
