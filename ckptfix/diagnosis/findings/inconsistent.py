@@ -398,8 +398,8 @@ class MixedSaves(Finding):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler another number of "
-        "steps than `trainer_state.json`: the folder may have files of two saves"
+        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler has the steps of "
+        "another checkpoint: the folder may have files of two saves"
     )
 
     save: str = ""
