@@ -507,6 +507,11 @@ def _problem_of_scheduler(root: object) -> str:
         lengths = [len(items_of(values[key])) for key in keys if _is_list(values.get(key))]
         if len(set(lengths)) > 1:
             return f"a scheduler's state with {lengths[0]} {keys[0]!r} and {lengths[1]} {keys[1]!r}"
+    # Their loads take these keys out of the state. torch 1.12 and older kept a function in CyclicLR.
+    if "_milestones" in values and "_schedulers" not in values:
+        return "a scheduler's state with '_milestones' and without '_schedulers'"
+    if _OF_CYCLES in values and not values.keys() & {"_scale_fn_custom", "scale_fn"}:
+        return "a scheduler's state of CyclicLR without '_scale_fn_custom'"
     if "_schedulers" not in values:
         return ""
     parts, milestones = values["_schedulers"], len(items_of(values.get("_milestones")))

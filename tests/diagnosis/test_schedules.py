@@ -288,3 +288,20 @@ def test_base_rates_that_are_gone_are_told(tmp_path: Path) -> None:
     put(root, base_lrs=[])
     assert not Run(1, SCHEDULES["CosineAnnealingWarmRestarts"]).goes_on(root)
     assert len(told(root)) == 1
+
+
+@pytest.mark.parametrize("name", ["SequentialLR", "CyclicLR", "StepLR", "OneCycleLR", "ReduceLROnPlateau"])
+def test_a_state_without_a_key_that_its_load_takes_out(name: str, tmp_path: Path) -> None:
+    """torch continues without any other key: its class has a value for it."""
+    run = Run(1, SCHEDULES[name])
+    run.step(3)
+    root = run.save(tmp_path / "checkpoint")
+    healthy = torch.load(root / "scheduler.bin", weights_only=False)
+    assert check(root).status == 0
+    for key in healthy:
+        torch.save({word: value for word, value in healthy.items() if word != key}, root / "scheduler.bin")
+        try:
+            fails = not Run(1, SCHEDULES[name]).goes_on(root)
+        except KeyError:
+            fails = True
+        assert (check(root).status == 1) is fails, key
