@@ -353,6 +353,11 @@ def _is_shape(value: Any) -> bool:
 
 def _is_dtype(value: Any) -> bool:
     """Return whether ``numpy.dtype`` takes a value, as far as it shows."""
+    # (dtype, shape), and (flexible dtype, size): the first of them is a dtype itself.
+    while type(value) is tuple:
+        if len(value) != 2 or kind_of(value[0]) in ("int", "bool", "float"):
+            return False
+        value = value[0]
     match kind_of(value):
         case "str":
             return type(value) is not Text or _DTYPE_NAME.fullmatch(value.value) is not None
@@ -365,8 +370,6 @@ def _is_dtype(value: Any) -> bool:
             return type(text) is not bytes or _DTYPE_NAME.fullmatch(text.decode("latin1")) is not None
         case "list":
             return all(kind_of(field) in ("", "tuple") and count(field) != 1 for field in members(value))
-        case "tuple":
-            return len(value) == 2 and kind_of(value[0]) not in ("int", "bool", "float")
         case "function or class":
             name = (function_of(value) or ("", ""))[1]
             return (
