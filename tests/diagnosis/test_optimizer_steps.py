@@ -133,8 +133,8 @@ def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path,
         torch.save(state, root / "optimizer.bin")
         severities = {one.severity for one in check(root).all_findings} - {Severity.NOTE}
         if fails(MAKERS[name], state):
-            # torch's Adafactor keeps other states for a vector than for a matrix: their values are not judged. Gradients
-            # of an Embedding(sparse=True) rightly leave SGD a sparse momentum.
+            # torch's Adafactor keeps other states for a vector than for a matrix: their values are not judged. The
+            # gradients of an Embedding(sparse=True) rightly leave SGD a sparse momentum.
             is_unknown = (name == "adafactor" and "_var: " in words) or words == "momentum_buffer: sparse"
             assert severities or is_unknown, words
         else:

@@ -150,7 +150,7 @@ REFUSED: dict[str, Change] = {
     "first model over the second": lambda root: shutil.copy(
         root / "model.safetensors", root / "model_1.safetensors"
     ),
-    "model without a key": without_bias,
+    "newest model without a key": without_bias,
 }
 
 LOADED: dict[str, Change] = {

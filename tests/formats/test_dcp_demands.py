@@ -109,6 +109,7 @@ METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown dtype": (replaced(b"\x8c\x05int64", b"\x8c\x05int66"), "unchecked-file"),
     "an unknown class": (replaced(b"_StorageInfo", b"_StorageInfp"), "unchecked-file"),
     "an unknown package": (replaced(b"torch.distributed.c", b"torcx.distributed.c"), "unchecked-file"),
+    "an unknown path": (replaced(b"pathlib", b"pabhlib"), "unchecked-file"),
     "an unknown layout": (replaced(b"torch.strided", b"torch.stridec"), "malformed-file"),
     "a list without an index": (edited(skip_a_group), "malformed-file"),
     "an item in an item": (edited(an_item_in_an_item), "malformed-file"),
