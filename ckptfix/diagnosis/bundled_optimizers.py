@@ -23,7 +23,8 @@ from ckptfix.checkpoint.state_contents import Content, is_surely_of_optimizer, p
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.file_damage import EFFECTS_ON_TORCH
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnknownState, UnsavedParameters
+from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnsavedParameters
+from ckptfix.diagnosis.findings.misplaced import UnknownState
 from ckptfix.diagnosis.optimizer_states import Weights, judge, without_reduced
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, optimizers_in_file
 from ckptfix.errors import FormatError

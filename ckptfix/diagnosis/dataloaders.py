@@ -13,7 +13,7 @@ from ckptfix.checkpoint.filenames import Role, split_number
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.neighbours import folder_next_to
 from ckptfix.checkpoint.state_contents import content_of, is_of_torchdata, state_problem, workers_of_loader
-from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
+from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.torch_file import TorchFile

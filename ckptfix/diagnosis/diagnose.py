@@ -47,7 +47,7 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
-from ckptfix.diagnosis.findings.inconsistent import UnknownState, WrongState
+from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
     LeftoverIndex,

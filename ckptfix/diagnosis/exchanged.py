@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import Role, split_number
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import folder_next_to
-from ckptfix.diagnosis.findings.inconsistent import ChangedEntry, MisplacedEntry
+from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.errors import CkptfixError

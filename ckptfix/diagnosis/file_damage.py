@@ -57,7 +57,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
-from ckptfix.diagnosis.findings.inconsistent import EmptyExport, UnknownState, WrongState
+from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import OperationError
 from ckptfix.formats.safetensors_file import SafetensorsFile

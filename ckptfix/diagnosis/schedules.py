@@ -24,10 +24,10 @@ from ckptfix.checkpoint.neighbours import neighbours
 from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import (
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
+from ckptfix.diagnosis.findings.misplaced import (
     EmptyState,
     ExchangedRates,
-    MismatchedRates,
     MixedRates,
     MixedSteps,
     UnexplainedRates,

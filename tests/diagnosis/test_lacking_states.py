@@ -96,7 +96,8 @@ def test_a_state_is_missed_exactly_where_the_next_step_fails(tmp_path: Path, nam
         torch.save(state, root / "optimizer.bin")
         report = check(root)
         assert (report.status == 1) is fails(build, make, state), words
-        assert any(finding.stops_resume for finding in report.findings) is (report.status == 1)
+        stops = (finding.stops_resume or finding.stops_if_new for finding in report.findings)
+        assert any(stops) is (report.status == 1)
 
 
 def test_an_lbfgs_that_converged_at_once_is_healthy(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, sev
     (finding,) = check(root).findings
     assert finding.severity is severity
     assert ("ignore this" in finding.advice) is (severity is Severity.WARNING)
-    assert finding.stops_resume
+    assert finding.stops_if_new or finding.stops_resume
 
 
 def test_a_resume_passes_over_an_adam_without_second_moments(tmp_path: Path) -> None:

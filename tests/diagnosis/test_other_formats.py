@@ -132,6 +132,8 @@ def test_under_the_name_of_weights_it_is_damage(
     folder: Path, make: Callable[[Path], None], words: str, name: str
 ) -> None:
     make(folder / name)
+    if name == "adapter_model.bin":
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     report = check(folder)
     assert report.status == 1
     assert {str(finding.path) for finding in report.findings} == {name}

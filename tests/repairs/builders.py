@@ -37,11 +37,12 @@ TRAINER_RANDOM_STATES = _saved({
 def write_safetensors(
     path: Path, tensors: Mapping[str, bytes], *, metadata: Mapping[str, str] | None = None, tail: bytes = b""
 ) -> Path:
-    """Write U8 tensors with these bytes, in this order."""
+    """Write tensors with these bytes, in this order: F32 where they are numbers of four bytes, else U8."""
     header: dict[str, object] = {"__metadata__": dict(metadata if metadata is not None else {"format": "pt"})}
     position = 0
     for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [position, position + len(data)]}
+        dtype, count = layout_of(data)
+        header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [position, position + len(data)]}
         position += len(data)
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
@@ -49,10 +50,15 @@ def write_safetensors(
     return path
 
 
+def layout_of(data: bytes) -> tuple[str, int]:
+    """Return the dtype of a tensor with these bytes, and the number of its elements."""
+    return ("U8", len(data)) if len(data) % 4 else ("F32", len(data) // 4)
+
+
 def write_trained_optimizer(path: Path, *models: Mapping[str, bytes]) -> Path:
     """Write the state of an AdamW that has made two steps with gradients for every tensor of these models."""
     gradients = [
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).float() + 1
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)[: layout_of(data)[1]].float() + 1
         for tensors in models
         for data in tensors.values()
     ]

@@ -13,7 +13,13 @@ from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Action, Severity
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import MANIFEST
-from tests.repairs.builders import RANDOM_STATES, read_safetensors_bytes, snapshot, write_safetensors
+from tests.repairs.builders import (
+    RANDOM_STATES,
+    layout_of,
+    read_safetensors_bytes,
+    snapshot,
+    write_safetensors,
+)
 
 NET = {"fc.weight": b"weights!" * 4, "fc.bias": b"bias"}
 AVERAGE = {name: data[::-1] for name, data in NET.items()}
@@ -137,6 +143,16 @@ def test_evidence_for_an_entry_decides_for_its_list(tmp_path: Path) -> None:
     assert read_safetensors_bytes(second) == AVERAGE
 
 
+def fingerprinted(data: bytes) -> tuple[str, tuple[int]]:
+    dtype, count = layout_of(data)
+    return dtype, (count,)
+
+
+def zeros(data: bytes) -> torch.Tensor:
+    dtype, count = layout_of(data)
+    return torch.zeros(count, dtype=torch.float32 if dtype == "F32" else torch.uint8)
+
+
 def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None:
     """The guard registers no model twice: ``prepare(DDP(Holder(net)))`` wrote these keys, and reads them."""
     folder = ranks(tmp_path, 2)
@@ -144,7 +160,7 @@ def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None
     path = write_safetensors(folder / "model.safetensors", own)
     files = {one.name: one.stat().st_size for one in folder.iterdir()}
     for keys, code in (
-        (key_fingerprint((name, "U8", (len(data),)) for name, data in own.items()), "wrapper-prefix"),
+        (key_fingerprint((name, *fingerprinted(data)) for name, data in own.items()), "wrapper-prefix"),
         ("of other keys", "nested-prefix"),
     ):
         model = ManifestEntry(index=0, file="model.safetensors", type="Holder", keys=keys)
@@ -190,7 +206,7 @@ def test_an_average_of_the_prepared_model_is_left_alone(tmp_path: Path, processe
     """As an entry, as a file of a hook beside the model, and in a training dict."""
     folder = ranks(tmp_path, processes)
     write_safetensors(folder / "model.safetensors", NET)
-    average = {name: torch.zeros(len(data), dtype=torch.uint8) for name, data in NET.items()}
+    average = {name: zeros(data) for name, data in NET.items()}
     nested = {f"module.module.{name}": tensor for name, tensor in average.items()}
     write_safetensors(folder / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
     torch.save(nested, folder / "ema.pt")

@@ -50,7 +50,7 @@ def test_a_right_edit_is_proven(nested: Path) -> None:
         ({"module.a": b"12345678"}, "keys"),
         ({"module.a": b"12345678", "module.c": b"abcd"}, "keys"),
         ({"module.b": b"12345678", "module.a": b"abcd"}, "keys"),
-        ({"module.a": b"1234", "module.b": b"5678abcd"}, "was U8"),
+        ({"module.a": b"1234", "module.b": b"5678abcd"}, r"was F32 \(2,\), now F32 \(1,\)"),
         ({"module.module.a": b"12345678", "module.module.b": b"abcd"}, "keys"),
     ],
 )

@@ -23,10 +23,10 @@ def folder(tmp_path: Path) -> Path:
     """A student that was prepared twice, and its teacher, which the repair moves."""
     root = tmp_path / "checkpoint"
     root.mkdir()
-    write_safetensors(root / "model.safetensors", {"a": BODY, "b": b"12345"})
-    write_safetensors(root / "model_1.safetensors", {"module.a": BODY, "module.b": b"12345"})
-    write_safetensors(root / "model_2.safetensors", {"a": BODY[::-1], "c": b"123"})
-    write_trained_optimizer(root / "optimizer.bin", {"a": BODY, "b": b"12345"})
+    write_safetensors(root / "model.safetensors", {"a": BODY, "b": b"12345678"})
+    write_safetensors(root / "model_1.safetensors", {"module.a": BODY, "module.b": b"12345678"})
+    write_safetensors(root / "model_2.safetensors", {"a": BODY[::-1], "c": b"1234"})
+    write_trained_optimizer(root / "optimizer.bin", {"a": BODY, "b": b"12345678"})
     for rank in range(2):
         shutil.copy(
             Path("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint") / f"random_states_{rank}.pkl",

@@ -61,11 +61,9 @@ from ckptfix.diagnosis.findings.inconsistent import (
     InconsistentGroups,
     MismatchedMoments,
     MissingMoments,
-    MixedSaves,
-    UnknownState,
     UnsavedParameters,
-    WrongState,
 )
+from ckptfix.diagnosis.findings.misplaced import MixedSaves, UnknownState, WrongState
 
 CATALOGUE: tuple[type[Finding], ...] = (
     DoubledModel,

@@ -1,0 +1,245 @@
+"""Findings about files that hold another state than their names promise, or that are of another save than the rest."""
+
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.wording import count_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongState(Finding):
+    """A state file with another kind of state than its name promises.
+
+    ``holds``, ``expected``: both kinds, in words. ``effect``: what a load does with it. ``exchanged_with``: the file
+    that holds what belongs here, "" where none does. ``remedy``: how to save the right content, "" where only another
+    file helps.
+    """
+
+    code = "wrong-state"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "a file holds another state than its name says, such as `optimizer.bin` with the state of a scheduler, two "
+        "exchanged models, or weights without numbers"
+    )
+
+    holds: str
+    expected: str
+    effect: str
+    exchanged_with: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return _of_state(str(self.path), self.holds, self.expected, self.exchanged_with)
+
+    @property
+    def advice(self) -> str:
+        """Advice to give both files their names back, or to bring the right file."""
+        return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacedEntry(WrongState):
+    """A model or another object that checkpoints next to this one have under another number, or not at all."""
+
+    severity = Severity.WARNING
+
+    @property
+    def stops_resume(self) -> bool:
+        """True for a warning: the load or the next step fails in the script that saved the checkpoints next to it."""
+        return self.severity is Severity.WARNING
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, and what a change of the script makes of it."""
+        change = "prepares its objects in another order" if self.exchanged_with else "has other objects"
+        remedy = self.remedy or _right_file(self.path, self.exchanged_with)
+        return f"{self.effect}: {remedy}. If the script {change} since this save, ignore this"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedEntry(MisplacedEntry):
+    """An entry that differs from those in checkpoints next to this one: the script may have changed it."""
+
+    severity = Severity.NOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownState(Finding):
+    """A state file that no class of torch or accelerate loads, and a class of a script's own might.
+
+    ``key``: the keys that lead to the state in a file that holds more. The other fields are those of ``WrongState``.
+    """
+
+    code = "unknown-state"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a file holds nothing that the classes of torch, accelerate or the Trainer load, such as `optimizer.bin` "
+        "without `param_groups`, or a state dict inside another dict"
+    )
+
+    holds: str
+    expected: str
+    effect: str
+    exchanged_with: str = ""
+    remedy: str = ""
+    key: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.path}: {self.key}" if self.key else str(self.path)
+        return _of_state(place, self.holds, self.expected, self.exchanged_with)
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, and what a custom class makes of it."""
+        ignore = "" if self.exchanged_with else ". Where a class of your own reads it, ignore this"
+        return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyState(UnknownState):
+    """An empty dict as a scheduler's state, where no checkpoint next to this one shows whether it has one."""
+
+    severity = Severity.NOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyExport(UnknownState):
+    """Weights without a tensor next to the folder of DeepSpeed that holds them."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to export the weights, if anything but DeepSpeed is to load them."""
+        return f"{self.effect}: {self.remedy}"
+
+
+def _of_state(place: str, holds: str, expected: str, exchanged_with: str) -> str:
+    partner = f"; it was exchanged with {exchanged_with}" if exchanged_with else ""
+    return f"{place}: it holds {holds} (expected {expected}){partner}"
+
+
+def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
+    if exchanged_with:
+        return f"give {path} and {exchanged_with} each other's name, by way of a third name"
+    return "copy the file again from where it came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSaves(Finding):
+    """Two files with different progress: they may be of two saves.
+
+    ``partner``: the other file. ``save``: the checkpoint next to this one from which the file comes, "" where none
+    shows it.
+    """
+
+    code = "mixed-saves"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler has the steps of "
+        "another checkpoint: the folder may have files of two saves"
+    )
+
+    save: str = ""
+    partner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedRates(MixedSaves):
+    """An optimizer and its scheduler with different learning rates. ``group``: None where there is one param group."""
+
+    group: int | None = None
+    rate: float
+    expected: float
+
+    def __str__(self) -> str:
+        group = f" in param group {self.group}" if self.group is not None else ""
+        return (
+            f"{self.path}: learning rate {self.rate!r}{group} (expected {self.expected!r}, as in {self.partner})"
+            f"{_as_in(self.save)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one save together, unless the script explains the rates."""
+        return (
+            "no load fails, and training would continue from the files of two saves: copy all files of one save again, "
+            "or resume from another checkpoint; ignore this if the script sets the learning rate itself"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnexplainedRates(MixedRates):
+    """The same, where the checkpoints next to this one show that the script does not set the rates itself."""
+
+    severity = Severity.WARNING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangedRates(MixedSaves):
+    """A scheduler with the learning rates of another optimizer than in a checkpoint next to this one.
+
+    ``like``: the file of that optimizer. ``reverse``: the scheduler with the rates of ``partner``, "" where none has
+    them. ``known_by``: the checkpoint.
+    """
+
+    severity = Severity.WARNING
+
+    like: str
+    reverse: str
+    known_by: str
+
+    def __str__(self) -> str:
+        reverse = f"; {self.reverse} has those" if self.reverse else ""
+        return (
+            f"{self.path}: its learning rates are those of {self.like} (expected those of {self.partner}, as in "
+            f"{self.known_by}{reverse})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to give the files their own names back: the rates alone do not show which two were exchanged."""
+        return (
+            "no load fails, and training would continue with the learning rates of another optimizer. Two schedulers "
+            "or two optimizers were exchanged, or one was copied over the other: copy all files of one save again, or "
+            "resume from another checkpoint; ignore this if the script sets the learning rate itself"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSteps(MixedSaves):
+    """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another ``step``."""
+
+    severity = Severity.WARNING
+    partner: str = TRAINER_STATE
+    moves: int
+    step: int
+
+    def __str__(self) -> str:
+        at_most = " at most" if self.moves > self.step else ""
+        return (
+            f"{self.path}: {count_of(self.moves, 'step')} (expected {self.step}{at_most}, as in {self.partner})"
+            f"{_as_in(self.save)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one save together, unless the run explains the steps."""
+        explained = (
+            "the script passes a scheduler to the Trainer that made steps before"
+            if self.moves > self.step
+            else "fp16 skipped every step since then"
+        )
+        return (
+            "the Trainer resumes without an error, with the learning rates of another step: copy all files of one save "
+            f"again, or resume from another checkpoint. If {explained}, ignore this"
+        )
+
+
+def _as_in(save: str) -> str:
+    return f"; it is of the save of {save}" if save else ""
