@@ -47,7 +47,8 @@ class Script:
 def values(pick: Pick, architecture: dict[str, int]) -> Tensors:
     seed = pick(range(1, 200))
     return {
-        name: bytes((seed * 7 + place) % 251 for place in range(size)) for name, size in architecture.items()
+        name: bytes((seed * 7 + place) % 251 for place in range(4 * size))
+        for name, size in architecture.items()
     }
 
 
@@ -56,13 +57,13 @@ def behind(chain: str, tensors: Tensors) -> Tensors:
 
 
 def optimizer(pick: Pick, kind: str, model: Tensors, named: Sequence[str], steps: int) -> Any:
-    parameters = [torch.nn.Parameter(torch.zeros(len(data))) for data in model.values()]
+    parameters = [torch.nn.Parameter(torch.zeros(len(data) // 4)) for data in model.values()]
     options = {"momentum": 0.9} if kind == "Momentum" else {}
     given = list(zip(named, parameters, strict=True)) if named else parameters
     made = getattr(torch.optim, "SGD" if kind == "Momentum" else kind)(given, lr=pick([0.1, 0.2]), **options)
     for _ in range(steps):
         for parameter, data in zip(parameters, model.values(), strict=True):
-            parameter.grad = torch.tensor(list(data)) / 100
+            parameter.grad = torch.tensor(list(data[: len(parameter)])) / 100
         made.step()
     return made
 
@@ -110,7 +111,7 @@ def make_script(pick: Pick) -> Script:
         nested = {f"module.module.{name}": torch.ones(size) for name, size in pick(ARCHITECTURES).items()}
         script.custom = [pick([nested, {"samples": 3}]) for _ in range(pick([1, 2]))]
     if pick([True, False]):
-        script.adapter = {"base_model.model.fc.lora_A.weight": b"lora"}
+        script.adapter = {f"base_model.model.fc.lora_{matrix}.weight": b"lora" for matrix in "AB"}
     roles = {"models": script.models, "optimizers": script.optimizers, "schedulers": script.schedulers}
     for role, every in roles.items():
         script.again[role] = list(range(len(every)))
@@ -260,7 +261,7 @@ class Net(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so n
                 if not hasattr(inner, segment):
                     inner.add_module(segment, torch.nn.Module())
                 inner = getattr(inner, segment)
-            inner.register_buffer(last, torch.zeros(len(data), dtype=torch.uint8))
+            inner.register_buffer(last, torch.zeros(len(data) // 4))
 
 
 class Custom:
@@ -309,7 +310,7 @@ def really_loaded(folder: Path, script: Script) -> list[Any] | None:
             load_custom_state(thing, str(folder), index)
     except (FileNotFoundError, RuntimeError, ValueError):
         return None
-    nets = [{name: bytes(one.tolist()) for name, one in model.state_dict().items()} for model in models]
+    nets = [{name: one.numpy().tobytes() for name, one in model.state_dict().items()} for model in models]
     return [*nets, *schedulers, *custom]
 
 

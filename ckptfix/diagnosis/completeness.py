@@ -180,7 +180,7 @@ def _incomplete_of_trainer(
     weights = _weights_lost_by_trainer(folder, own, names)
     if weights is not None:
         yield weights
-    elif (adapter := adapter_without_config(names)) and not is_hidden:
+    elif (own or not parts) and (adapter := adapter_without_config(names)) and not is_hidden:
         yield IncompleteCheckpoint(
             path=PurePosixPath(ADAPTER),
             missing=(ADAPTER,),
