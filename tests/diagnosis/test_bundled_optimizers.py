@@ -90,7 +90,9 @@ def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path,
         findings = found(tmp_path / "last.pt", packs[number % len(packs)](model.state_dict(), state))
         if fails(MAKERS[name], state):
             # torch's Adafactor keeps other states for a vector than for a matrix: they are not judged.
-            assert findings or (name == "adafactor" and "_var" in words), words
+            # SGD rightly has a sparse momentum from the gradients of an Embedding(sparse=True).
+            is_unknown = (name == "adafactor" and "_var" in words) or words == "momentum_buffer: sparse"
+            assert findings or is_unknown, words
         else:
             assert findings == [], words
 

@@ -26,6 +26,8 @@ def values(number: float, *names: str) -> dict[str, torch.Tensor]:
 def write(path: Path, tensors: Tensors) -> None:
     """Write a file, or an index with a shard for each tensor where the name is that of an index."""
     suffix = ".bin" if ".bin" in path.name else ".safetensors"
+    if path.name.startswith("adapter_model."):
+        path.with_name("adapter_config.json").write_text('{"peft_type": "LORA"}')
     if path.suffix in (".bin", ".pt"):
         torch.save(dict(tensors), path)
         return

@@ -93,6 +93,9 @@ def test_a_state_is_missed_exactly_where_the_next_step_fails(tmp_path: Path, nam
     assert found(root) == []
     healthy = torch.load(root / "optimizer.bin", weights_only=True)
     for words, state in without_one_state(healthy):
+        # LBFGS reads its old H_diag only where the curvature of the last step is no more than 1e-10: values decide.
+        if name == "lbfgs" and words.startswith("H_diag"):
+            continue
         torch.save(state, root / "optimizer.bin")
         report = check(root)
         assert (report.status == 1) is fails(build, make, state), words
