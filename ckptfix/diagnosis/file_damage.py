@@ -7,7 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
@@ -60,7 +60,7 @@ from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import OperationError
-from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.safetensors_file import SafetensorsFile, has_converted_lines
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
 from ckptfix.storage import teams
@@ -104,7 +104,7 @@ def diagnose_files(
         if component.problem is not None:
             findings += problem_finding(component.path, component.problem)
         elif isinstance(component.content, SafetensorsFile):
-            findings += _safetensors(component, component.content)
+            findings += _safetensors(folder.root, component, component.content)
         elif isinstance(component.content, TorchFile):
             findings += diagnose_pickle(component, component.content, is_plain_model=is_plain_model)
             findings += _torch(component, component.content, crcs[component.path])
@@ -218,9 +218,16 @@ def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
             return []  # well formed, and listed under "not checked"
 
 
-def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
+def _safetensors(root: Path, component: Component, file: SafetensorsFile) -> list[Finding]:
     findings: list[Finding] = []
-    if file.trailing:
+    if file.trailing and _was_copied_as_text(root / component.path, file):
+        # Cut to its length, safetensors would load numbers out of shifted bytes, without an error.
+        detail = (
+            "a copy as text put a carriage return before each line feed, so that the numbers behind the first are "
+            "shifted"
+        )
+        findings.append(MalformedFile(path=component.path, detail=detail))
+    elif file.trailing:
         findings.append(TrailingBytes(path=component.path, end=file.data_end, extra=file.trailing))
     if "format" not in file.metadata:
         findings.append(NoFormatMetadata(path=component.path))
@@ -236,6 +243,12 @@ def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
         detail = f"{odd.fqn!r} is of F4 and its last size is {odd.shape[-1]}: torch loads even sizes alone"
         findings.append(MalformedFile(path=component.path, detail=detail))
     return findings
+
+
+def _was_copied_as_text(path: Path, file: SafetensorsFile) -> bool:
+    with suppress(OSError), open_reader(path) as reader:
+        return has_converted_lines(reader, file)
+    return False
 
 
 def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str | None]]) -> list[Finding]:

@@ -54,6 +54,27 @@ class SafetensorsFile:
         return self.size - self.data_end
 
 
+_PIECE, _MOST = 1 << 16, 1 << 24
+"""Bytes of a read in the search for line feeds, and of all reads: weights have a bare one in a few hundred bytes."""
+
+
+def has_converted_lines(reader: FileReader, file: SafetensorsFile) -> bool:
+    """Return whether a copy as text put a carriage return before each line feed in the data, so that it is shifted.
+
+    FTP in text mode and ``core.autocrlf`` of git do. The surplus at the end is then as long as there are pairs.
+    """
+    pairs, begin, last = 0, file.data_start, b""
+    end = min(file.size, begin + _MOST)
+    while begin < end:
+        piece = reader.read(begin, min(_PIECE, end - begin))
+        together = last + piece
+        pairs += together.count(b"\r\n")
+        if piece.count(b"\n") != together.count(b"\r\n"):
+            return False
+        begin, last = begin + len(piece), piece[-1:].replace(b"\n", b"")
+    return 0 < pairs == file.trailing or (end < file.size and 0 < pairs < file.trailing)
+
+
 def looks_like_safetensors(head: bytes) -> bool:
     """Return whether the first bytes of a file can begin a safetensors file: a sane length, then ``{``."""
     return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= MAX_HEADER

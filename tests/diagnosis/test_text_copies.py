@@ -1,0 +1,74 @@
+"""Safetensors files that were copied as text: a carriage return before each line feed shifts the numbers behind it."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ckptfix import Policy, check, repair
+from ckptfix.formats import safetensors_file
+from ckptfix.formats.safetensors_file import has_converted_lines, read_safetensors
+from ckptfix.storage.reading import open_reader
+from tests.repairs.builders import write_safetensors
+
+
+TRIM = Policy(allow=frozenset({"trailing-bytes"}))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "model.safetensors"
+    save_file({f"l{layer}.weight": torch.randn(32, 32) for layer in range(4)}, path, {"format": "pt"})
+    return path
+
+
+def test_a_copy_as_text_is_damage_that_no_cut_repairs(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\n", b"\r\n"))
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    (finding,) = check(path.parent).findings
+    assert finding.code == "malformed-file"
+    assert "a copy as text" in str(finding)
+    before = path.read_bytes()
+    assert repair(path.parent, policy=TRIM).status == 1
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "surplus", [b"\r\n", b"x" * 60, b"\r\n" * 60], ids=["a line", "60 bytes", "60 lines"]
+)
+def test_appended_bytes_are_cut(path: Path, surplus: bytes) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data + surplus)
+    assert [finding.code for finding in check(path.parent).findings] == ["trailing-bytes"]
+    assert repair(path.parent, policy=TRIM).status == 0
+    assert path.read_bytes() == data
+
+
+@given(
+    data=st.lists(st.sampled_from([b"\n", b"\r", b"x"]), min_size=1).map(b"".join), piece=st.integers(1, 5)
+)
+def test_pieces_of_any_length_find_the_same(data: bytes, piece: int) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        patch.setattr(safetensors_file, "_PIECE", piece)
+        path = write_safetensors(folder / "model.safetensors", {"a": data})
+        content = path.read_bytes()
+        begin = len(content) - len(data)
+        path.write_bytes(content[:begin] + data.replace(b"\n", b"\r\n"))
+        if b"\n" not in data:
+            return
+        with open_reader(path) as reader:
+            assert has_converted_lines(reader, read_safetensors(reader))
+        path.write_bytes(content + os.urandom(1).replace(b"\n", b"x"))
+        with open_reader(path) as reader:
+            is_text = data.count(b"\n") == data.count(b"\r\n") == 1
+            assert has_converted_lines(reader, read_safetensors(reader)) is is_text
