@@ -17,7 +17,6 @@ from ckptfix.formats.safetensors_file import has_converted_lines, read_safetenso
 from ckptfix.storage.reading import open_reader
 from tests.repairs.builders import write_safetensors
 
-
 TRIM = Policy(allow=frozenset({"trailing-bytes"}))
 
 
