@@ -59,8 +59,8 @@ from ckptfix.diagnosis.findings.damaged import (
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
-from ckptfix.errors import OperationError
-from ckptfix.formats.safetensors_file import SafetensorsFile, has_converted_lines
+from ckptfix.errors import CkptfixError, OperationError
+from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
 from ckptfix.storage import teams
@@ -222,11 +222,7 @@ def _safetensors(root: Path, component: Component, file: SafetensorsFile) -> lis
     findings: list[Finding] = []
     if file.trailing and _was_copied_as_text(root / component.path, file):
         # Cut to its length, safetensors would load numbers out of shifted bytes, without an error.
-        detail = (
-            "a copy as text put a carriage return before each line feed, so that the numbers behind the first are "
-            "shifted"
-        )
-        findings.append(MalformedFile(path=component.path, detail=detail))
+        findings.append(MalformedFile(path=component.path, detail=COPIED_AS_TEXT))
     elif file.trailing:
         findings.append(TrailingBytes(path=component.path, end=file.data_end, extra=file.trailing))
     if "format" not in file.metadata:
@@ -246,7 +242,7 @@ def _safetensors(root: Path, component: Component, file: SafetensorsFile) -> lis
 
 
 def _was_copied_as_text(path: Path, file: SafetensorsFile) -> bool:
-    with suppress(OSError), open_reader(path) as reader:
+    with suppress(OSError, CkptfixError), open_reader(path) as reader:
         return has_converted_lines(reader, file)
     return False
 

@@ -54,8 +54,12 @@ class SafetensorsFile:
         return self.size - self.data_end
 
 
-_PIECE, _MOST = 1 << 16, 1 << 24
-"""Bytes of a read in the search for line feeds, and of all reads: weights have a bare one in a few hundred bytes."""
+COPIED_AS_TEXT = (
+    "a copy as text put a carriage return before each line feed, so that the numbers behind the first are shifted; "
+    "copy it as binary"
+)
+_PIECE = 1 << 16
+"""Bytes of a read in the search for line feeds: weights have a bare one in a few hundred bytes."""
 
 
 def has_converted_lines(reader: FileReader, file: SafetensorsFile) -> bool:
@@ -64,15 +68,14 @@ def has_converted_lines(reader: FileReader, file: SafetensorsFile) -> bool:
     FTP in text mode and ``core.autocrlf`` of git do. The surplus at the end is then as long as there are pairs.
     """
     pairs, begin, last = 0, file.data_start, b""
-    end = min(file.size, begin + _MOST)
-    while begin < end:
-        piece = reader.read(begin, min(_PIECE, end - begin))
+    while begin < file.size and pairs <= file.trailing:
+        piece = reader.read(begin, min(_PIECE, file.size - begin))
         together = last + piece
         pairs += together.count(b"\r\n")
         if piece.count(b"\n") != together.count(b"\r\n"):
             return False
         begin, last = begin + len(piece), piece[-1:].replace(b"\n", b"")
-    return 0 < pairs == file.trailing or (end < file.size and 0 < pairs < file.trailing)
+    return 0 < pairs == file.trailing
 
 
 def looks_like_safetensors(head: bytes) -> bool:

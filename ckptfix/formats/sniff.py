@@ -100,7 +100,8 @@ _END_OF_ZIP = b"PK\5\6"
 def may_be_of_torch(reader: FileReader) -> bool:
     """Return whether a file is a damaged one of torch or safetensors by its first bytes, or those of a zip's end."""
     head = reader.read(0, min(16, reader.size))
-    if head.startswith((b"PK", b"\x80")) or looks_like_safetensors(head):
+    # One byte may be all that a cut left of a zip file.
+    if head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
     size = min(_HEAD, reader.size)
     return _END_OF_ZIP in reader.read(reader.size - size, size)

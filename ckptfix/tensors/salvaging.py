@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.safetensors_file import read_safetensors
+from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, has_converted_lines, read_safetensors
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import PartialTorchFile, StorageLocation, read_partial
@@ -77,9 +77,14 @@ class SavedDict:
 
 @paused_gc()
 def salvage_safetensors(path: Path) -> SavedDict:
-    """Return the tensors of a safetensors file that end inside of it. Raises FormatError without a complete header."""
+    """Return the tensors of a safetensors file that end inside of it.
+
+    Raises FormatError for a file that was copied as text, and for one without a complete header.
+    """
     with open_reader(path) as reader:
         file = read_safetensors(reader, cut=True)
+        if file.trailing > 0 and has_converted_lines(reader, file):
+            raise FormatError(COPIED_AS_TEXT)
     tensors, lost = [], []
     for one in file.tensors:
         assert one.data_offsets is not None, "a tensor of safetensors is one run"

@@ -52,7 +52,8 @@ SALVAGE = [
     "status",
 ]  # fmt: skip
 DIFF = [
-    "a", "b", "tolerance", "verdict", "summary", "models", "optimizers", "crossed", "notes", "not_compared", "status",
+    "a", "b", "tolerance", "verdict", "summary", "models", "optimizers", "crossed", "one_sided", "notes",
+    "not_compared", "status",
 ]  # fmt: skip
 
 

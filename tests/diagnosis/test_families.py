@@ -26,8 +26,6 @@ def values(number: float, *names: str) -> dict[str, torch.Tensor]:
 def write(path: Path, tensors: Tensors) -> None:
     """Write a file, or an index with a shard for each tensor where the name is that of an index."""
     suffix = ".bin" if ".bin" in path.name else ".safetensors"
-    if path.name.startswith("adapter_model."):
-        path.with_name("adapter_config.json").write_text('{"peft_type": "LORA"}')
     if path.suffix in (".bin", ".pt"):
         torch.save(dict(tensors), path)
         return
@@ -45,7 +43,9 @@ def write(path: Path, tensors: Tensors) -> None:
 def families(root: Path, *, data: bool = False) -> list[StaleFamily | SecondFamily]:
     """Return the findings about families, after a look that there are no others."""
     findings = check(root, data=data).all_findings
-    assert {one.code for one in findings} <= {"stale-family", "second-family", "unloadable-pickle"}
+    # These adapters have no config, because transformers would load them together with the model.
+    others = {"unloadable-pickle", "incomplete-checkpoint"}
+    assert {one.code for one in findings} <= {"stale-family", "second-family"} | others
     return [one for one in findings if isinstance(one, StaleFamily | SecondFamily)]
 
 
@@ -83,7 +83,7 @@ def test_other_values_in_two_families_are_a_warning(
     (note,) = families(tmp_path, data=data)
     assert isinstance(note, SecondFamily)
     assert "(2 keys, bytes equal)" in str(note)
-    assert check(tmp_path, data=data).status == 0
+    assert check(tmp_path, data=data).status == int(pair[0].startswith("adapter_model"))
 
 
 HEALTHY: dict[str, dict[str, Tensors]] = {

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ckptfix import Policy, check, repair
+from ckptfix import Policy, check, repair, salvage
+from ckptfix.errors import OperationError
 from ckptfix.formats import safetensors_file
 from ckptfix.formats.safetensors_file import has_converted_lines, read_safetensors
 from ckptfix.storage.reading import open_reader
@@ -23,12 +24,13 @@ TRIM = Policy(allow=frozenset({"trailing-bytes"}))
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    path = tmp_path / "model.safetensors"
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    path.parent.mkdir()
     save_file({f"l{layer}.weight": torch.randn(32, 32) for layer in range(4)}, path, {"format": "pt"})
     return path
 
 
-def test_a_copy_as_text_is_damage_that_no_cut_repairs(path: Path) -> None:
+def test_a_copy_as_text_is_damage_that_no_cut_repairs(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\n", b"\r\n"))
     with pytest.raises(SafetensorError):
@@ -39,6 +41,20 @@ def test_a_copy_as_text_is_damage_that_no_cut_repairs(path: Path) -> None:
     before = path.read_bytes()
     assert repair(path.parent, policy=TRIM).status == 1
     assert path.read_bytes() == before
+    with pytest.raises(OperationError):
+        salvage(path.parent, tmp_path / "saved")
+
+
+def test_line_feeds_behind_16_mib_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    data = torch.zeros(20 << 20, dtype=torch.uint8)
+    data[-64:] = torch.arange(64)
+    save_file({"a": data}, path, {"format": "pt"})
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"\n", b"\r\n"))
+    assert [finding.code for finding in check(tmp_path).findings] == ["malformed-file"]
+    path.write_bytes(before.replace(bytes([9, 10]), b"\r\n") + b"x" * 100)
+    assert [finding.code for finding in check(tmp_path).findings] == ["trailing-bytes"]
 
 
 @pytest.mark.parametrize(
