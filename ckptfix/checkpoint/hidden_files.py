@@ -182,7 +182,12 @@ def _hidden_weights(
         if meaning.role not in NOT_STATES or meaning.shard:
             continue
         kind = next((kind for kind in WEIGHT_KINDS if meaning.suffix.startswith(kind)), None)
-        is_sure = kind is not None and (is_copy(name, kind) or (of_libraries and meaning.is_of_library))
+        # ``model.fp16.safetensors`` is a variant that only the library of this stem looks for.
+        stem, _, variant = meaning.stem.partition(".")
+        is_variant = bool(variant) and meaning.is_of_library and stem in known
+        is_sure = kind is not None and (
+            is_variant or is_copy(name, kind) or (of_libraries and meaning.is_of_library)
+        )
         # Of uncertain files the first is named: a folder may have hundreds, and the others need not be read.
         if (uncertain and not is_sure) or not _holds_weights(root, name):
             continue

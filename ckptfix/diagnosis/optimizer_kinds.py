@@ -241,7 +241,7 @@ def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind 
     if not kinds and _RADAM.signs & evidence:
         kinds = [_RADAM]
     # Classes of their own with these options keep other states as well.
-    if not kinds and own == _OF_ADAMAX and {"exp_avg"} <= set(states) <= {"step", "exp_avg"}:
+    if not kinds and own == _OF_ADAMAX and {"step", "exp_avg"}.issuperset(states):
         kinds = [_ADAMAX]
     if len(kinds) != 1 or not COMMON_OPTIONS | kinds[0].required | kinds[0].signs >= set(options):
         return None

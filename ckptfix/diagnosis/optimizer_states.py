@@ -373,8 +373,9 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
     for number, (group, options) in enumerate(groups):
         kind = kind_of(options, present)
         if kind is None and saved.values:
-            # States of another optimizer contradict the options of its own group.
+            # States of another optimizer contradict the options of its own group, if one of these shows its class.
             kind = kind_of(options, ())
+            kind = kind if kind is not None and kind.signs & set(options) else None
         if kind is None:
             continue
         absent = tuple(
