@@ -16,23 +16,11 @@ def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
     Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
     """
     home = Path(os.path.abspath(origin_of(home)))
-    named = split_number(home.name)
-    if named is None:
-        return
-    stem, own = named
-    try:
-        names = folders_next_to(home)
-    except (CkptfixError, OSError):
-        return  # whoever reads a checkpoint may not be allowed to list the folder above it
-    numbers = sorted(
-        (parts[1], name)
-        for name in names
-        if (parts := split_number(name)) is not None and parts[0] == stem and name != home.name
-    )
-    before = [(number, name) for number, name in numbers if number < own]
-    after = numbers[len(before) :]
-    for number, name in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
-        is_earlier = number < own and is_one_of_several(name)
+    before, after = _run_around(home)
+    numbers = [*before, *after]
+    for entry in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
+        _, name = entry
+        is_earlier = entry in before and is_one_of_several(name)
         with suppress(CkptfixError), folder_next_to(home, name) as folder:
             yield name, is_earlier, folder
 
@@ -47,20 +35,32 @@ def names_of_neighbours(home: Path) -> Iterator[frozenset[str]]:
     ``home``: as of ``neighbours``.
     """
     home = Path(os.path.abspath(origin_of(home)))
-    named = split_number(home.name)
-    if named is None:
-        return
-    stem, own = named
+    before, after = _run_around(home)
     with suppress(CkptfixError, OSError):
-        folders = ((split_number(name), name) for name in folders_next_to(home) if name != home.name)
-        run = sorted((parts[1], name) for parts, name in folders if parts is not None and parts[0] == stem)
-        before = [name for number, name in run if number < own][-_NEAREST:]
-        after = [name for number, name in run if number >= own][:_NEAREST]
-        for name in (*before, *after):
+        for _, name in (*before[-_NEAREST:], *after[:_NEAREST]):
             names = frozenset(names_next_to(home, name))
             parsed = map(parse_file_name, names)
             if any(meaning is not None and meaning.is_of_save_state for meaning in parsed):
                 yield names
+
+
+def _run_around(home: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Return number and name of the checkpoints of a run before one of them, and of those after it.
+
+    None where it is not of a run, or the folder above it may not be listed by whoever may read it.
+    """
+    named = split_number(home.name)
+    if named is None:
+        return [], []
+    stem, own = named
+    try:
+        names = [name for name in folders_next_to(home) if name != home.name]
+    except (CkptfixError, OSError):
+        return [], []
+    numbered = ((split_number(name), name) for name in names)
+    run = sorted((parts[1], name) for parts, name in numbered if parts is not None and parts[0] == stem)
+    before = [entry for entry in run if entry[0] < own]
+    return before, run[len(before) :]
 
 
 @contextmanager
