@@ -14,7 +14,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.neighbours import folder_next_to
 from ckptfix.checkpoint.state_contents import content_of, is_of_torchdata, state_problem, workers_of_loader
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
-from ckptfix.diagnosis.siblings import Siblings
+from ckptfix.diagnosis.siblings import Siblings, next_to_it
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.reading import origin_of
@@ -47,9 +47,9 @@ def exchanged_loaders(
     own = _workers(folder)
     if not own or folder.only is not None or split_number(origin.name) is None:
         return
-    before, after = siblings.around(origin)
+    saves = siblings.nearest(origin)
     near: list[Mapping[PurePosixPath, int]] = []
-    for sibling in (*before[:1], *after[:1], *before[1:], *after[1:]):
+    for sibling, _ in saves:
         with suppress(CkptfixError, OSError), folder_next_to(origin, sibling.name) as root:
             there = _workers(scan_folder(root, wanted=lambda file: file.role is Role.DATALOADER))
             if there.keys() == own.keys():
@@ -72,12 +72,12 @@ def exchanged_loaders(
             continue
         if len(near) == 1 and not partners:
             continue
-        is_wrong = bool(partners) or bool(before and after)
-        known_by = "the checkpoint next to it" if len(near) == 1 else f"{len(near)} checkpoints next to it"
+        is_between = len({is_earlier for _, is_earlier in saves}) == 2
+        is_wrong = bool(partners) or is_between
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=path,
             holds=f"the state of a data loader with {count_of(workers, 'worker')}",
-            expected=f"{count_of(expected, 'worker')}, as in {known_by}",
+            expected=f"{count_of(expected, 'worker')}, as in {next_to_it(len(near))}",
             effect="the load succeeds, and the first batch fails",
             exchanged_with=str(min(partners)) if partners else "",
         )

@@ -22,7 +22,7 @@ from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import folder_next_to
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
-from ckptfix.diagnosis.siblings import Siblings
+from ckptfix.diagnosis.siblings import Siblings, next_to_it
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
@@ -225,23 +225,18 @@ def surplus_objects(
         yield (MisplacedEntry if before and after and known else ChangedEntry)(
             path=own[surplus[0]],
             holds="a custom object" if len(own) == 1 else f"one of {len(own)} custom objects",
-            expected=f"{len(known) or 'none'}, as in {_in_words(len(near))}",
+            expected=f"{len(known) or 'none'}, as in {next_to_it(len(near))}",
             effect="load_state counts these files and fails",
             remedy="move the file out of the folder if the save did not write it",
         )
-
-
-def _in_words(count: int) -> str:
-    return "the checkpoint next to it" if count == 1 else f"{count} checkpoints next to it"
 
 
 def _neighbours(
     origin: Path, siblings: Siblings, files: Mapping[PurePosixPath, Component], roles: Collection[Role]
 ) -> list[_Neighbour]:
     """Return the nearest checkpoints with just these files, none where one has all of them in the same outline."""
-    before, after = siblings.around(origin)
     near = []
-    for sibling in (*before[:1], *after[:1], *before[1:], *after[1:]):
+    for sibling, is_earlier in siblings.nearest(origin):
         names = {PurePosixPath(file) for (role, _), file in sibling.parts.items() if role in roles}
         if names != files.keys():
             continue
@@ -249,7 +244,7 @@ def _neighbours(
             if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
             there = scan_folder(root, wanted=lambda file: file.role in _ROLES)
-            near.append(_Neighbour(there, sibling in before, _is_in_order(there)))
+            near.append(_Neighbour(there, is_earlier, _is_in_order(there)))
     return near
 
 
@@ -328,7 +323,7 @@ def _misplaced(
     that a file is wrong. ``is_alone``: the folder has the optimizers of these checkpoints, or their models, so that the
     script did not change both. ``is_repaired``: a repair may have renamed the keys.
     """
-    known_by = _in_words(len(near))
+    known_by = next_to_it(len(near))
     is_between = len({is_earlier for is_earlier, _ in near}) == 2
     is_newest = all(is_earlier for is_earlier, _ in near)
     effect = "load_state or the next optimizer step fails" if role is Role.OPTIMIZER else "load_state fails"

@@ -138,6 +138,15 @@ class Siblings:
                 _saves(run, folder, run.folders[after : after + _FAR]),
             )
 
+    def nearest(self, folder: Path) -> list[tuple[Sibling, bool]]:
+        """Return the saves around a numbered checkpoint, and whether each is an earlier one.
+
+        Those next to it come first, the earlier one before the later one.
+        """
+        before, after = self.around(folder)
+        near = (*before[:1], *after[:1], *before[1:], *after[1:])
+        return [(sibling, sibling in before) for sibling in near]
+
     def _names(self, folder: Path, stem: str) -> Iterable[tuple[int, str]]:
         """Return number and name of each checkpoint of a run."""
         parent = folder.parent
@@ -151,6 +160,11 @@ class Siblings:
                 if (parts := split_number(name)) and parts[0] == stem
             ]
         return ()
+
+
+def next_to_it(count: int) -> str:
+    """Return in words so many checkpoints next to one."""
+    return "the checkpoint next to it" if count == 1 else f"{count} checkpoints next to it"
 
 
 def _saves(run: _Run, folder: Path, near: Iterable[tuple[int, str]]) -> list[Sibling]:
