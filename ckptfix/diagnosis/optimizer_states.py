@@ -64,7 +64,7 @@ _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
 
-class StoredTensor(NamedTuple):
+class ModelTensor(NamedTuple):
     """A tensor of a model. ``dtype``: "" where it is not known."""
 
     path: PurePosixPath
@@ -98,7 +98,7 @@ class Weights:
     are_converted: bool = False
     are_adapter: bool = False
     empty: str = ""
-    models: Sequence[Sequence[StoredTensor]] = ()
+    models: Sequence[Sequence[ModelTensor]] = ()
 
     def why_not_compared(self, saved: SavedOptimizer) -> str:
         """Return why an optimizer is not fully compared with these weights, "" where it is."""
@@ -185,7 +185,7 @@ def _weights_of(
     for tensor in stored:
         shapes.setdefault(bare(tensor.key), set()).add(tensor.shape)
     # A model that is stored in two formats counts once: the message compares numbers of parameters.
-    families: dict[tuple[object, int], dict[tuple[str, str], list[StoredTensor]]] = {}
+    families: dict[tuple[object, int], dict[tuple[str, str], list[ModelTensor]]] = {}
     for one in own:
         formats = families.setdefault((one.name.model or one.path, one.name.index), {})
         formats.setdefault((one.name.stem, one.name.suffix), []).extend(_of_file(one))
@@ -228,17 +228,17 @@ def holds_nothing(component: Component) -> bool:
     return component.problem is None and component.name.shard is None and not component.tensors
 
 
-def _of_model(state: DcpFolder) -> Iterator[StoredTensor]:
+def _of_model(state: DcpFolder) -> Iterator[ModelTensor]:
     found = model_names(state.metadata) if state.metadata is not None else None
     tensors = {tensor.fqn: tensor for tensor in state.tensors}
     for fqn, name in (found.names if found is not None else {}).items():
         if fqn in tensors:
-            yield StoredTensor(state.path, name, tensors[fqn].dtype or "", tensors[fqn].shape)
+            yield ModelTensor(state.path, name, tensors[fqn].dtype or "", tensors[fqn].shape)
 
 
-def _of_file(component: Component) -> Iterator[StoredTensor]:
+def _of_file(component: Component) -> Iterator[ModelTensor]:
     for tensor in component.tensors:
-        yield StoredTensor(component.path, tensor.fqn, tensor.dtype, tensor.shape)
+        yield ModelTensor(component.path, tensor.fqn, tensor.dtype, tensor.shape)
 
 
 def _is_as_trained(component: Component) -> bool:
@@ -514,7 +514,7 @@ def _rounded_weights(
         )
 
 
-def _shapes(tensors: Iterable[StoredTensor], *, is_integer: bool | None = None) -> Counter[Shape]:
+def _shapes(tensors: Iterable[ModelTensor], *, is_integer: bool | None = None) -> Counter[Shape]:
     """Count the shapes of tensors, of all or of either kind."""
     return Counter(tensor.shape for tensor in tensors if is_integer in (None, tensor.is_integer))
 

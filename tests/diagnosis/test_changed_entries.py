@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptfix import check, latest_checkpoint
+from tests.diagnosis.test_resumable import Change, edited
 
 Tensors = dict[str, torch.Tensor]
-Change = Callable[[Path], None]
 
 
 class Net(nn.Module):  # type: ignore[misc]
@@ -82,17 +82,6 @@ def of_model(change: Callable[[Tensors], Tensors]) -> Change:
     return write
 
 
-def of_optimizer(change: Callable[[dict[str, Any]], None]) -> Change:
-    """Return a change of a checkpoint that changes the state of its optimizer."""
-
-    def write(root: Path) -> None:
-        state = torch.load(root / "optimizer.bin")
-        change(state)
-        torch.save(state, root / "optimizer.bin")
-
-    return write
-
-
 def regroup(state: dict[str, Any]) -> None:
     first = state["param_groups"][0]
     state["param_groups"].append({**first, "params": first["params"][2:]})
@@ -113,7 +102,7 @@ WRONG: Mapping[str, Change] = {
     "every key renamed": of_model(lambda state: {f"body.{key}": state[key] for key in state}),
     # Both headers have the same length, and so have the files.
     "every key renamed, same size": of_model(lambda state: {key.swapcase(): state[key] for key in state}),
-    "moments of two parameters exchanged": of_optimizer(shuffle),
+    "moments of two parameters exchanged": edited(shuffle),
     "a tensor lost": of_model(lambda state: {key: state[key] for key in state if key != "last.bias"}),
     "another shape": of_model(lambda state: {**state, "last.bias": torch.rand(7)}),
 }
@@ -121,8 +110,8 @@ WRONG: Mapping[str, Change] = {
 
 POSSIBLE: Mapping[str, Change] = {
     "a tensor more": of_model(lambda state: {**state, "scale": torch.ones(1)}),
-    "two param groups": of_optimizer(regroup),
-    "a parameter fewer": of_optimizer(shrink),
+    "two param groups": edited(regroup),
+    "a parameter fewer": edited(shrink),
     "wrapped keys": of_model(lambda state: {f"module.{key}": state[key] for key in state}),
 }
 """Changes that a script can make on purpose: a buffer, other param groups, a frozen bias, a wrapper."""

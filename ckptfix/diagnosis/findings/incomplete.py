@@ -153,11 +153,15 @@ class IncompleteCheckpoint(Finding):
                 "those processes resume with new random states; copy the files again, or ignore this if the run now "
                 "has fewer processes"
             )
-        what = "this file" if len(self.missing) == 1 else "these files"
+        what = self._what
         return (
             f"load_state fails without {what}; copy {what} again, or resume from a complete checkpoint; ignore this if "
             "the script has no such object, as load_state then succeeds"
         )
+
+    @property
+    def _what(self) -> str:
+        return "this file" if len(self.missing) == 1 else "these files"
 
     @property
     def _cost_for_trainer(self) -> str:
@@ -192,7 +196,7 @@ class LostPosition(IncompleteCheckpoint):
     @property
     def advice(self) -> str:
         """Advice on the epoch: accelerate loads a state of a dataloader only if its file exists."""
-        what = "this file" if len(self.missing) == 1 else "these files"
+        what = self._what
         return (
             f"load_state succeeds without {what}, and the epoch begins again: samples of it are used twice; copy "
             f"{what} again, or ignore this if the script no longer uses use_stateful_dataloader"
@@ -225,7 +229,7 @@ class LostModelFiles(IncompleteCheckpoint):
     @property
     def advice(self) -> str:
         """Advice to copy the files again."""
-        what = "this file" if len(self.missing) == 1 else "these files"
+        what = self._what
         ignore = "; ignore this if the script no longer saves this model" if self.may_be_dropped else ""
         return (
             f"a load hook that calls from_pretrained fails without {what}; copy {what} again, or resume from a "
@@ -242,7 +246,7 @@ class LaterModel(LostModelFiles):
     @property
     def advice(self) -> str:
         """Advice to compare with the script."""
-        what = "this file" if len(self.missing) == 1 else "these files"
+        what = self._what
         return f"nothing to do if the script began to save this model later; else copy {what} again"
 
 
