@@ -96,15 +96,18 @@ def _other(head: bytes) -> str | None:
 
 _END_OF_ZIP = b"PK\5\6"
 
+_FIRST_RECORD = b"/data.pkl"
+"""torch.save writes this record first: its name ends within the first bytes, whatever became of the magic before."""
+
 
 def may_be_of_torch(reader: FileReader) -> bool:
     """Return whether a file is a damaged one of torch or safetensors by its first bytes, or those of a zip's end."""
-    head = reader.read(0, min(16, reader.size))
+    size = min(_HEAD, reader.size)
+    head = reader.read(0, size)
     # One byte may be all that a cut left of a zip file.
     if head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
-    size = min(_HEAD, reader.size)
-    return _END_OF_ZIP in reader.read(reader.size - size, size)
+    return _FIRST_RECORD in head or _END_OF_ZIP in reader.read(reader.size - size, size)
 
 
 def text_format(reader: FileReader) -> str | None:

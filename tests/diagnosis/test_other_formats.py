@@ -306,6 +306,7 @@ def test_a_damaged_torch_file_under_a_name_of_a_script_is_damage(folder: Path, n
     data = (folder / name).read_bytes()
     for damaged in (
         data[:5000],
+        b"N" + data[1:5000],
         bytes(len(data)),
         bytes(4096) + data[4096:],
         NOISE[:4096] + data[4096:],
