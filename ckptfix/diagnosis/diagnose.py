@@ -23,13 +23,10 @@ from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, di
 from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import (
     DeepSpeedState,
-    diagnose_adapters,
     diagnose_deepspeed,
     diagnose_files,
-    diagnose_meta_tensors,
     diagnose_parts,
     diagnose_rank_files,
-    diagnose_wrong_states,
     unchecked_parts,
     without_deepspeed,
 )
@@ -59,6 +56,7 @@ from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
+from ckptfix.diagnosis.wrong_states import diagnose_adapters, diagnose_meta_tensors, diagnose_wrong_states
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests

@@ -1,11 +1,9 @@
-"""Damage in single files, also a content that their names do not promise, in shards, files of ranks and DeepSpeed.
+"""Damage in single files, in shards, files of ranks and DeepSpeed.
 
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
 
 import os
-import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -22,7 +20,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -32,17 +30,7 @@ from ckptfix.checkpoint.folder import (
     is_unreadable,
     scan_folder,
 )
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
-from ckptfix.checkpoint.state_contents import (
-    NO_TENSORS,
-    Content,
-    content_of,
-    is_weights_file,
-    problems_inside,
-    state_problem,
-    weights_without_tensors,
-)
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -57,7 +45,6 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
-from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import CkptfixError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
@@ -511,148 +498,3 @@ def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[Pure
         return where / missing.removeprefix(f"{root / where}/"), why
     about = where if where.parts else files[0]
     return about, text.removeprefix(f"{root / where}: ")
-
-
-_EFFECTS = {
-    Content.OPTIMIZER: "the load fails",
-    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
-    Content.GRAD_SCALER: "the load fails in a run with fp16",
-    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
-    Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
-    Content.SAMPLER: "the data loader cannot use it",
-    Content.DATALOADER: "the data loader cannot use it",
-    Content.MODEL: "from_pretrained and the Trainer fail, or leave the weights random without an error",
-}
-"""Consequences of a wrong content for a load, by the content that the name of the file promises."""
-
-EFFECTS_ON_TORCH = _EFFECTS | {
-    Content.OPTIMIZER: "torch's optimizers cannot load it",
-    Content.SCHEDULER: "torch's schedulers cannot continue from it",
-}
-"""Consequences of an unknown content, which a class of the script may read."""
-
-
-def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | UnknownState]:
-    """Yield the files of a folder that hold something else than their names promise."""
-    components = folder.components
-    files = {item.path: item.content for item in components if isinstance(item.content, TorchFile)}
-    names = {item.path: item.name for item in components}
-    judged = {path: state_problem(names[path], file) for path, file in files.items()}
-    problems = {path: problem for path, problem in judged.items() if problem is not None}
-    problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
-    if not problems:
-        return
-    contents = {path: content_of(file) for path, file in files.items()}
-    is_pretrained_model = _is_pretrained(folder)
-    tag = next((str(where) for _, where in deepspeed_folders(folder)), "")
-    # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
-    is_of_library = (
-        bool(folder.ranks)
-        or folder.has_file(TRAINER_STATE)
-        or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
-    )
-    of_kind: dict[tuple[Content, Content | None], dict[int, str]] = {}
-    """First file that can be exchanged with a problem of a kind, by its number: 3,000 problems can have as many."""
-    for path, problem in problems.items():
-        # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off (transformers 5.23).
-        if problem is NO_TENSORS and tag:
-            yield EmptyExport(
-                path=path,
-                holds=problem.holds,
-                expected=problem.expected.value,
-                effect=f"a resume with DeepSpeed reads {tag}/, and from_pretrained leaves the weights random",
-                remedy=f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py",
-            )
-            continue
-        kind = problem.expected, problem.content
-        if kind not in of_kind:
-            # The right state is where this one belongs. The file of a custom object may rightly hold anything.
-            partners = [
-                partner
-                for partner, content in contents.items()
-                if content is problem.expected
-                and (
-                    (partner in problems and problems[partner].expected is problem.content)
-                    or (
-                        names[partner].role is Role.CUSTOM
-                        and (problem.content is None or content is Content.RANDOM_STATES)
-                        # A custom object is often a module: its weights prove no exchange.
-                        and content is not Content.MODEL
-                    )
-                )
-            ]
-            of_kind[kind] = {names[partner].index: str(partner) for partner in sorted(partners, reverse=True)}
-        by_number = of_kind[kind]
-        exchanged_with = by_number.get(names[path].index) or min(by_number.values(), default="")
-        is_judged = (
-            problem is NO_TENSORS
-            or (is_of_library and not problem.may_be_of_script)
-            or (is_pretrained_model and problem.expected is Content.MODEL)
-        )
-        finding: type[WrongState | UnknownState]
-        if problem.content is not None:
-            finding, effects = WrongState, _EFFECTS
-        elif exchanged_with or is_judged:
-            finding, effects = UnknownState, EFFECTS_ON_TORCH
-        else:
-            continue
-        is_of_save_state = problem.expected is Content.MODEL and folder.is_save_state
-        yield finding(
-            path=path,
-            holds=problem.holds,
-            expected=problem.expected.value,
-            effect=problem.effect or ("load_state fails" if is_of_save_state else effects[problem.expected]),
-            exchanged_with=exchanged_with,
-            remedy=problem.remedy,
-        )
-
-
-def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the states without numbers in files whose content a script chooses. No loader knows their names."""
-    for component in folder.components:
-        is_free = component.role in _FREE and not is_weights_file(component.name)
-        if is_free and isinstance(component.content, TorchFile):
-            for key, problem in problems_inside(component.content):
-                yield UnknownState(
-                    path=component.path,
-                    key=key,
-                    holds=problem.holds,
-                    expected=problem.expected.value,
-                    effect="load_state_dict fails, unless the model is on the meta device, too",
-                    remedy=problem.remedy,
-                )
-
-
-_FREE = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
-
-_HALF = re.compile(r"(.+\.lora_(?:embedding_)?)([AB])(\.weight)?", re.DOTALL)
-"""Key of one of the two matrices of LoRA, of which a save of PEFT has both (0.21)."""
-
-
-def diagnose_adapters(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the LoRA adapters of PEFT with one matrix of a pair: it loads them, and leaves the other as it was made."""
-    for component in folder.components:
-        if component.name.model is None or component.name.model.stem != "adapter_model":
-            continue
-        halves: defaultdict[str, set[str]] = defaultdict(set)
-        for tensor in component.tensors:
-            if match := _HALF.fullmatch(tensor.fqn):
-                halves[match[1]].add(match[2])
-        lone = [(name, *halves[name]) for name in halves if len(halves[name]) == 1]
-        if lone:
-            name, half = lone[0]
-            lost = (
-                "random A, so that the adapter does something else"
-                if half == "B"
-                else "B of zeros, and no effect"
-            )
-            yield UnknownState(
-                path=component.path,
-                holds=f"one of two LoRA matrices for {count_of(len(lone), 'module')}, such as {name}{half}",
-                expected="A and B",
-                effect=f"PEFT loads it with a new {lost}",
-            )
-
-
-def _is_pretrained(folder: CheckpointFolder) -> bool:
-    return any(map(folder.has_file, (CONFIG, ADAPTER))) and is_pretrained(folder.root)
