@@ -56,7 +56,12 @@ from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
-from ckptfix.diagnosis.wrong_states import diagnose_adapters, diagnose_meta_tensors, diagnose_wrong_states
+from ckptfix.diagnosis.wrong_states import (
+    diagnose_adapters,
+    diagnose_meta_tensors,
+    diagnose_renamed,
+    diagnose_wrong_states,
+)
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
@@ -238,6 +243,7 @@ def diagnose(
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
         findings += diagnose_wrong_states(folder)
+        findings += diagnose_renamed(folder, _paths(findings, _OF_CONTENT))
         findings += diagnose_meta_tensors(folder)
         findings += diagnose_adapters(folder)
         damaged = _paths(findings, _OF_CONTENT)

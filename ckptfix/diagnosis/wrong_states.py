@@ -2,10 +2,11 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.state_contents import (
@@ -17,8 +18,10 @@ from ckptfix.checkpoint.state_contents import (
     state_problem,
     weights_without_tensors,
 )
-from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
+from ckptfix.diagnosis.findings.misplaced import EmptyExport, RenamedState, UnknownState, WrongState
+from ckptfix.formats.pickle_tree import Text, pairs
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.wording import count_of
 
 _EFFECTS = {
@@ -113,6 +116,83 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             exchanged_with=exchanged_with,
             remedy=problem.remedy,
         )
+
+
+_NOUNS = {
+    Role.MODEL: "a model",
+    Role.OPTIMIZER: "an optimizer",
+    Role.SCHEDULER: "a scheduler",
+    Role.SAMPLER: "a sampler",
+    Role.DATALOADER: "a data loader",
+    Role.GRAD_SCALER: "a gradient scaler",
+    Role.RNG_STATE: Content.RANDOM_STATES.value,
+    Role.CUSTOM: "a custom object",
+}
+"""The states that accelerate saves in files of torch."""
+
+_ON_RENAMED = "load_state fails, or gives an object the state of another one"
+
+
+def diagnose_renamed(
+    folder: CheckpointFolder, known: Collection[PurePosixPath]
+) -> Iterator[WrongState | UnknownState]:
+    """Yield the states of a ``save_state`` folder that were saved under the name of another file that is there.
+
+    ``torch.save`` names the folder in its zip file after the file (torch 2.13): ``random_states_0/data.pkl``.
+    The name stays when the file is copied, renamed or repaired. In 420 saves of accelerate 1.6 to 1.15 each state has
+    its own. So the files of registered objects can be judged, though a class may save anything: one that keeps its own
+    random states has them under its own name. A file that was written to a stream has ``archive``.
+
+    A renamed file is healthy where a script has an object less, so that all later ones moved up, and where it prepares
+    what it registered before. Then the name in the file is that of no file which is still there.
+    ``known``: files whose content has another finding.
+    """
+    components = {
+        component.path: component
+        for component in folder.components
+        if component.role in _NOUNS and component.name.is_state_file and not component.name.is_of_trainer
+    }
+    if not folder.is_save_state and all(one.role is not Role.CUSTOM for one in components.values()):
+        return
+    files = {path: one.content for path, one in components.items() if isinstance(one.content, TorchFile)}
+    saved_as = {
+        path: file.container.root for path, file in files.items() if isinstance(file.container, TorchZip)
+    }
+    by_stem = {path.stem: path for path in saved_as}
+    for path, file in files.items():
+        role, name = components[path].role, saved_as.get(path, "")
+        if path in known or name == path.stem:
+            continue
+        partner = by_stem.get(name)
+        if partner is not None:
+            is_exchanged = saved_as[partner] == path.stem
+            is_copy = saved_as[partner] == name
+            is_reported = is_exchanged and (partner in known or partner < path)
+            is_same_role = role is components[partner].role
+            # Other roles are compared with the checkpoints next to this one. A registered module may be exported: its
+            # copy is under a model's name.
+            is_judged = role is Role.CUSTOM if is_same_role else is_exchanged or role is not Role.MODEL
+            if (is_exchanged or is_copy) and is_judged and not is_reported:
+                yield (RenamedState if is_same_role else WrongState)(
+                    path=path,
+                    holds=f"{_NOUNS[components[partner].role]}, saved as {partner}",
+                    expected="its own state" if is_same_role else _NOUNS[role],
+                    effect=_ON_RENAMED,
+                    exchanged_with=str(partner) if is_exchanged else "",
+                )
+        elif role is Role.CUSTOM and _has_random_states(file):
+            parsed = parse_file_name(f"{name}.pkl")
+            is_certain = parsed is not None and parsed.role is Role.RNG_STATE
+            yield (WrongState if is_certain else UnknownState)(
+                path=path, holds=_NOUNS[Role.RNG_STATE], expected=_NOUNS[role], effect=_ON_RENAMED
+            )
+
+
+def _has_random_states(file: TorchFile) -> bool:
+    """Return whether a file has all keys of accelerate's random states, with its step."""
+    if content_of(file) is not Content.RANDOM_STATES:
+        return False
+    return any(type(key) is Text and key.value == "step" for key, _ in pairs(file.tree.root))
 
 
 def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:

@@ -67,6 +67,17 @@ class ChangedEntry(MisplacedEntry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RenamedState(MisplacedEntry):
+    """A state that was saved under the name of another file of its kind, which is still there."""
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, unless somebody renamed the file on purpose."""
+        remedy = _right_file(self.path, self.exchanged_with)
+        return f"{self.effect}: {remedy}. If the file was renamed on purpose, to suit a changed script, ignore this"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownState(Finding):
     """A state file that no class of torch or accelerate loads, and a class of a script's own might.
 

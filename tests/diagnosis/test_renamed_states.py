@@ -1,0 +1,204 @@
+"""States under the name of another file: torch writes into each file the name that it was saved under."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ckptfix import check, latest_checkpoint
+from ckptfix.errors import UsageError
+from tests.diagnosis.test_wrong_states import (
+    CUSTOM,
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    Counter,
+    Run,
+    exchanged,
+)
+
+
+class Generators:
+    """An object of a script that keeps its own random states, as accelerate does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": 3,
+            "random_state": random.getstate(),
+            "numpy_random_seed": numpy.random.get_state(),
+            "torch_manual_seed": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["random_state"])
+
+
+def layer() -> Any:
+    return torch.nn.Linear(2, 2)
+
+
+def optimizer() -> Any:
+    return torch.optim.Adam(layer().parameters())
+
+
+REGISTERED: dict[str, Callable[[], Any]] = {
+    "a counter": Counter,
+    "a module": layer,
+    "an optimizer": optimizer,
+    "a scheduler": lambda: lr_scheduler.StepLR(optimizer(), 2),
+    "random states": Generators,
+}
+
+
+def run(*objects: Any) -> Run:
+    made = Run(custom=objects[0])
+    made.accelerator.register_for_checkpointing(*objects[1:]) if objects[1:] else None
+    return made
+
+
+def loads_as_saved(root: Path, *objects: Any) -> bool:
+    """Return whether new objects have the states of the saved ones after ``load_state``."""
+    made = run(*(type(one)() if isinstance(one, Counter) else one for one in objects))
+    for number, one in enumerate(objects):
+        if isinstance(one, Counter):
+            made.accelerator._custom_objects[number].count = -1
+    try:
+        made.accelerator.load_state(str(root))
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError):
+        return False
+    return all(
+        made.accelerator._custom_objects[number].count == one.count
+        for number, one in enumerate(objects)
+        if isinstance(one, Counter)
+    )
+
+
+def told(root: Path) -> list[tuple[str, str, str]]:
+    """Return code, severity and sentence of each finding."""
+    report = check(root)
+    return [(finding.code, finding.severity.value, str(finding)) for finding in report.all_findings]
+
+
+@pytest.mark.parametrize("words", REGISTERED)
+@pytest.mark.parametrize("name", [RANDOM, OPTIMIZER, SCHEDULER, SCALER])
+def test_a_state_that_was_copied_over_a_custom_object_is_told(name: str, words: str, tmp_path: Path) -> None:
+    root = Run(custom=REGISTERED[words]()).save(tmp_path / "checkpoint_0")
+    assert told(root) == []
+    shutil.copy(root / name, root / CUSTOM)
+    ((code, severity, sentence),) = told(root)
+    assert (code, severity) == ("wrong-state", "error")
+    assert sentence.startswith(f"{CUSTOM}: it holds ")
+    assert sentence.endswith(f", saved as {name} (expected a custom object)")
+
+
+@pytest.mark.parametrize("name", [RANDOM, OPTIMIZER, SCHEDULER, SCALER])
+def test_load_state_fails_with_a_copy_over_a_custom_object(name: str, tmp_path: Path) -> None:
+    counter = Counter()
+    root = run(counter).save(tmp_path / "checkpoint_0")
+    assert loads_as_saved(root, counter)
+    shutil.copy(root / name, root / CUSTOM)
+    assert not loads_as_saved(root, counter)
+
+
+@pytest.mark.parametrize("name", [SCHEDULER, RANDOM])
+def test_a_custom_object_that_was_copied_over_a_state_is_told(name: str, tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    shutil.copy(root / CUSTOM, root / name)
+    ((_, severity, sentence),) = told(root)
+    assert sentence.startswith(f"{name}: it holds ")
+    assert severity in ("error", "warning")
+
+
+def test_a_scheduler_and_a_custom_object_that_were_exchanged_are_told(tmp_path: Path) -> None:
+    root = exchanged(Run().save(tmp_path / "checkpoint_0"), SCHEDULER, CUSTOM)
+    ((code, severity, sentence),) = told(root)
+    assert (code, severity) == ("wrong-state", "error")
+    assert sentence.endswith(f"; it was exchanged with {SCHEDULER}")
+
+
+def test_a_module_that_was_exported_under_the_name_of_a_model_is_healthy(tmp_path: Path) -> None:
+    made = Run(custom=layer())
+    made.accelerator._models.clear()
+    root = made.save(tmp_path / "checkpoint_0")
+    shutil.copy(root / CUSTOM, root / "pytorch_model.bin")
+    assert [code for code, _, _ in told(root) if code == "wrong-state"] == []
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_one_custom_object_under_the_name_of_another_is_a_warning(is_exchanged: bool, tmp_path: Path) -> None:
+    first, second = Counter(), Counter()
+    first.count, second.count = 1, 2
+    root = run(first, second).save(tmp_path / "checkpoint_0")
+    assert told(root) == []
+    assert loads_as_saved(root, first, second)
+    if is_exchanged:
+        exchanged(root, CUSTOM, "custom_checkpoint_1.pkl")
+    else:
+        shutil.copy(root / CUSTOM, root / "custom_checkpoint_1.pkl")
+    assert not loads_as_saved(root, first, second)
+    (sentence,) = (sentence for code, severity, sentence in told(root) if severity == "warning")
+    assert "it holds a custom object, saved as custom_checkpoint_" in sentence
+    assert (" exchanged with " in sentence) is is_exchanged
+    with pytest.raises(UsageError, match="saved as custom_checkpoint_"):
+        latest_checkpoint(tmp_path)
+
+
+def test_objects_that_moved_up_are_healthy(tmp_path: Path) -> None:
+    """A script that no longer registers its first object needs the files of the others under the numbers before."""
+    first, second, third = Counter(), Counter(), Counter()
+    first.count, second.count, third.count = 1, 2, 3
+    root = run(first, second, third).save(tmp_path / "checkpoint_0")
+    for number in (1, 2):
+        (root / f"custom_checkpoint_{number}.pkl").replace(root / f"custom_checkpoint_{number - 1}.pkl")
+    assert loads_as_saved(root, second, third)
+    assert told(root) == []
+
+
+def test_a_scheduler_that_was_registered_before_is_healthy(tmp_path: Path) -> None:
+    """A script that prepares the scheduler which it registered before needs it under another name."""
+    made = Run()
+    made.accelerator._schedulers.clear()
+    made.accelerator._custom_objects[:] = [made.scheduler.scheduler]
+    root = made.save(tmp_path / "checkpoint_0")
+    (root / CUSTOM).rename(root / SCHEDULER)
+    again = Run(steps=0)
+    again.accelerator._custom_objects.clear()
+    again.accelerator.load_state(str(root))
+    assert again.scheduler.scheduler.last_epoch == 3
+    assert told(root) == []
+
+
+def test_random_states_in_a_custom_object_are_judged_by_the_name_they_were_saved_under(
+    tmp_path: Path,
+) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    states = torch.load(root / RANDOM, weights_only=False)
+    with (root / CUSTOM).open("wb") as stream:
+        torch.save(states, stream)
+    ((code, severity, sentence),) = told(root)
+    assert (code, severity) == ("unknown-state", "warning")
+    assert sentence == f"{CUSTOM}: it holds accelerate's random states (expected a custom object)"
+    torch.save({key: value for key, value in states.items() if key != "step"}, root / "made_by_hand")
+    (root / "made_by_hand").rename(root / CUSTOM)
+    assert told(root) == []
+
+
+def test_random_states_of_another_checkpoint_are_told(tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save(torch.load(root / RANDOM, weights_only=False), tmp_path / "random_states_4.pkl")
+    (tmp_path / "random_states_4.pkl").rename(root / CUSTOM)
+    ((code, severity, _),) = told(root)
+    assert (code, severity) == ("wrong-state", "error")
+
+
+def test_random_states_that_other_processes_were_given_are_healthy(tmp_path: Path) -> None:
+    root = Run().save(tmp_path / "checkpoint_0")
+    shutil.copy(root / RANDOM, root / "random_states_1.pkl")
+    assert told(root) == []
