@@ -360,6 +360,9 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     content = _content(file)
     if expected is Content.DATALOADER and content in (expected, None):
         return _problem_of_dataloader(root)
+    if expected is Content.SCHEDULER and content in (expected, None) and (lost := _lost_count(root)):
+        holds, effect = f"a scheduler's state without {lost!r}", f"the load succeeds, and {lost} begins anew"
+        return StateProblem(expected, holds, None, effect=effect)
     if content is expected:
         problem = ""
         if expected is Content.OPTIMIZER:
@@ -525,6 +528,25 @@ def _problem_of_scheduler(root: object) -> str:
         return f"a scheduler's state with {count} and {count_of(milestones, 'milestone')}"
     return ""
 
+
+def _lost_count(root: object) -> str:
+    """Return the count that a scheduler of torch lost, "" where all are there or the scheduler is not of torch."""
+    keys = {key.value for key, _ in pairs(root) if type(key) is Text}
+    return next((name for name, signs in _COUNTED if name not in keys and signs <= keys), "")
+
+
+_OF_PLATEAU = frozenset(("patience", "threshold_mode", "cooldown_counter"))
+_COUNTED = (
+    ("last_epoch", frozenset(("base_lrs", "_last_lr", "_step_count"))),
+    ("last_epoch", frozenset(("_schedulers", "_milestones"))),
+    ("T_cur", frozenset(("T_0", "T_i", "T_mult"))),
+    ("num_bad_epochs", _OF_PLATEAU),
+    ("best", _OF_PLATEAU),
+)
+"""Counts from which torch computes the next rates, and the keys next to which every class has them.
+
+A new scheduler has a value for them, so that a load without them is silent. It has the right one for any other key.
+"""
 
 _COUNTS = ("last_epoch", "_step_count")
 """Values to which each step of torch's schedulers adds 1."""
