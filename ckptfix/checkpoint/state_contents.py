@@ -22,7 +22,7 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
 - Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and optimizers refuses them.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import chain
 from math import prod
@@ -30,6 +30,12 @@ from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.generator_states import (
+    is_int32,
+    is_list,
+    is_of_numpy_module,
+    problem_of_random_states,
+)
 from ckptfix.checkpoint.model_configs import is_pretrained
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import (
@@ -49,7 +55,7 @@ from ckptfix.formats.pickle_tree import (
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import name_lists, optimizers
-from ckptfix.formats.torch_tensors import META_TENSOR, PickledStorage, is_tensor, read_tensor, storages
+from ckptfix.formats.torch_tensors import META_TENSOR, is_tensor, read_tensor, storages
 from ckptfix.wording import count_of, list_names
 
 
@@ -98,19 +104,8 @@ _GENERATORS = {
 }
 """Keys under which random states have those of Python, numpy, and torch on the CPU and on CUDA devices."""
 
-_VERSIONS_OF_PYTHON = (2, 3)
-_WORDS_OF_PYTHON = 625
-_WORDS_OF_NUMPY = 624
-_INT32 = 1 << 31
-_UINT32 = 1 << 32
 _INT64 = 1 << 63
-_UINT64 = 1 << 64
 _FLOAT64 = 1 << 1023
-_SIZES_OF_TORCH = (5048, 5056)
-"""torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
-
-_SIZES_OF_CUDA = (8, 16, 808, 816)
-"""A CUDA generator takes a seed with or without an offset; up to torch 1.13 it wrote 800 unused bytes before them."""
 
 _BY_ROLE = {
     Role.OPTIMIZER: Content.OPTIMIZER,
@@ -283,7 +278,7 @@ def _problem_of_model(root: Any) -> StateProblem | None:
         name = key.value.rpartition(".")[2] if type(key) is Text else ""
         if name not in _ALWAYS_TENSORS or is_tensor(value) or (name == "bias" and value is None):
             continue
-        if _is_plain(value) or _is_array(value):
+        if _is_plain(value) or is_of_numpy_module(value):
             noun = _noun(value) if _is_plain(value) else "a numpy array"
             return StateProblem(Content.MODEL, f"{noun} under {key.value!r:.200}", None)
     return None
@@ -300,11 +295,6 @@ def _is_state_dict(node: object) -> bool:
         _is_text(key) and (is_tensor(value) or (type(key) is Text and key.value.endswith("_extra_state")))
         for key, value in entries
     )
-
-
-def _is_array(value: object) -> bool:
-    head = value.head if type(value) is Node and value.kind is Kind.CALL else None
-    return type(head) is Node and head.kind is Kind.GLOBAL and head.head[0].partition(".")[0] == "numpy"
 
 
 def _is_text(value: object) -> bool:
@@ -372,7 +362,7 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
         elif expected is Content.GRAD_SCALER:
             return _problem_of_scaler(file.tree)
         elif expected in _GENERATORS:
-            problem = _problem_of_random_states(file.tree, *_GENERATORS[expected])
+            problem = problem_of_random_states(file.tree, *_GENERATORS[expected])
         if problem:
             return StateProblem(expected, problem, None)
         return _problem_of_step(file.tree) if expected is Content.RANDOM_STATES else None
@@ -451,7 +441,7 @@ def _wrapper_of(content: Content, root: object) -> str:
 
     Classes of scripts that wrap states add something of their own, or have several.
     """
-    values = list(items_of(root)) if _is_list(root) else [value for _, value in pairs(root)]
+    values = list(items_of(root)) if is_list(root) else [value for _, value in pairs(root)]
     if len(values) != 1 or _by_keys(values[0]) is not content:
         return ""
     return f"{_noun(root)} around {content.value}"
@@ -462,7 +452,7 @@ def problem_of_optimizer(root: object) -> str:
     state, groups = child(root, "state"), child(root, "param_groups")
     if not is_dict_like(state) and _is_plain(state):
         return f"an optimizer whose 'state' is {_noun(state)}"
-    if not _is_list(groups):
+    if not is_list(groups):
         return f"an optimizer whose 'param_groups' are {_noun(groups)}" if _is_plain(groups) else ""
     visits = Visits()
     lists_any = False
@@ -476,9 +466,9 @@ def problem_of_optimizer(root: object) -> str:
         members = child(group, "params")
         if members is None:
             return f"an optimizer whose param group {number} has no 'params'"
-        if _is_plain(members) and not _is_list(members):
+        if _is_plain(members) and not is_list(members):
             return f"an optimizer whose param group {number} has {_noun(members)} as 'params'"
-        lists_any = lists_any or not _is_list(members) or bool(items_of(members))
+        lists_any = lists_any or not is_list(members) or bool(items_of(members))
     if not lists_any and any(type(key) is int for key, _ in pairs(state)):
         return (
             f"an optimizer with moments and no {'parameter in its ' if items_of(groups) else ''}param groups"
@@ -507,7 +497,7 @@ def _problem_of_scheduler(root: object) -> str:
         if type(value) not in (int, float, bool) and _is_plain(value) and not is_tensor(value):
             return f"a scheduler's state whose {key!r} is {_noun(value)}"
     for keys in _PAIRS_OF_CYCLES if _OF_CYCLES in values else ():
-        lengths = [len(items_of(values[key])) for key in keys if _is_list(values.get(key))]
+        lengths = [len(items_of(values[key])) for key in keys if is_list(values.get(key))]
         if len(set(lengths)) > 1:
             return f"a scheduler's state with {lengths[0]} {keys[0]!r} and {lengths[1]} {keys[1]!r}"
     # Their loads take these keys out of the state. torch 1.12 and older kept a function in CyclicLR.
@@ -518,7 +508,7 @@ def _problem_of_scheduler(root: object) -> str:
     if "_schedulers" not in values:
         return ""
     parts, milestones = values["_schedulers"], len(items_of(values.get("_milestones")))
-    if not _is_list(parts):
+    if not is_list(parts):
         return f"a scheduler's state whose '_schedulers' is {_noun(parts)}" if _is_plain(parts) else ""
     for part in items_of(parts):
         if _is_plain(part) and not is_dict_like(part):
@@ -654,93 +644,9 @@ def _is_of_scaler(name: str, value: Any, tree: PickleTree) -> bool:
     if name == "growth_interval":
         return type(value) is int and -_INT64 <= value < _INT64
     if name == "_growth_tracker":
-        return _is_int32(value)
+        return is_int32(value)
     most = _INT64 if name == "scale" else _FLOAT64
     return type(value) in (bool, float) or (type(value) is int and -most <= value < most)
-
-
-def _problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:
-    """Return which generator cannot take its state under one of these keys, "" where all can."""
-    if not _is_of_python(child(tree.root, python)):
-        return f"random states whose {python!r} is not a state of Python's generator"
-    if not _is_of_numpy(child(tree.root, numpy)):
-        return f"random states whose {numpy!r} is not a state of numpy's generator"
-    known = storages(tree)
-    if not _has_bytes(child(tree.root, cpu), _SIZES_OF_TORCH, known):
-        return f"random states whose {cpu!r} is not a state of torch's generator"
-    # The Trainer saves a single device's state without a list.
-    devices = child(tree.root, cuda)
-    members = items_of(devices) if _is_list(devices) else () if devices is None else (devices,)
-    if not all(_has_bytes(member, _SIZES_OF_CUDA, known) for member in members):
-        return f"random states whose {cuda!r} is not a state of CUDA generators"
-    return ""
-
-
-def _is_of_python(state: object) -> bool:
-    """Return whether ``random.setstate`` takes a state, and ``random.gauss`` can go on with it."""
-    values = items_of(state)
-    if len(values) != 3 or type(values[0]) is not int or values[0] not in _VERSIONS_OF_PYTHON:
-        return False
-    version, words, gauss = values
-    if (
-        type(words) is not tuple
-        or len(words) != _WORDS_OF_PYTHON
-        or any(type(word) is not int for word in words)
-    ):
-        return False
-    # Version 2 cuts every number to 32 bits. The last one is the position.
-    is_in_range = version == 2 or all(0 <= word < _UINT64 for word in words)
-    position = words[-1] % _UINT32 if version == 2 else words[-1]
-    return is_in_range and 0 <= position < _WORDS_OF_PYTHON and (gauss is None or type(gauss) in (int, float))
-
-
-def _is_of_numpy(state: object) -> bool:
-    """Return whether ``numpy.random.set_state`` takes a state."""
-    # A script that replaced numpy's global bit generator saves a dict.
-    if child(state, "bit_generator") is not None:
-        return True
-    values = items_of(state)
-    if (
-        not (len(values) == 3 or len(values) >= 5)
-        or type(values[0]) is not Text
-        or values[0].value != "MT19937"
-    ):
-        return False
-    return (
-        _are_words_of_numpy(values[1])
-        and all(map(_is_int32, (values[2], *values[3:4])))
-        and all(type(gauss) in (bool, int, float, Node) for gauss in values[4:5])
-    )
-
-
-def _are_words_of_numpy(value: object) -> bool:
-    """Return whether numpy reads its words from a value, or cannot be known to refuse it."""
-    if _is_list(value):
-        words = items_of(value)
-        return len(words) >= _WORDS_OF_NUMPY and all(
-            type(word) not in (int, float) or 0 <= word < _UINT32 for word in words
-        )
-    if type(value) is not Node:
-        return False
-    state = items_of(value.states[0]) if _is_array(value) and value.states else ()
-    shape = items_of(state[1]) if len(state) > 1 else ()
-    if any(type(size) is not int for size in shape) or not state:
-        return True
-    return len(shape) == 1 and shape[0] >= _WORDS_OF_NUMPY
-
-
-def _is_int32(value: object) -> bool:
-    if type(value) in (int, float):
-        return -_INT32 <= value < _INT32  # type: ignore[operator]
-    return type(value) in (bool, Node) and not (_is_list(value) or is_dict_like(value))
-
-
-def _has_bytes(value: object, sizes: Container[int], known: Mapping[str, PickledStorage]) -> bool:
-    """Return whether a value is a tensor of one of these numbers of bytes, or of a kind that is not known here."""
-    if type(value) is not Node or not is_tensor(value):
-        return False
-    tensor = read_tensor(Text("", 0, 0), value, known)
-    return tensor is None or (tensor.dtype == "U8" and prod(tensor.shape) in sizes)
 
 
 def _problem_of_step(tree: PickleTree) -> StateProblem | None:
@@ -761,10 +667,6 @@ def _problem_of_step(tree: PickleTree) -> StateProblem | None:
     holds = f"random states whose 'step' is {noun}"
     effect = "load_state takes it, and accumulate() then fails or never steps the optimizer"
     return StateProblem(Content.RANDOM_STATES, holds, None, effect=effect)
-
-
-def _is_list(value: object) -> bool:
-    return type(value) is tuple or (type(value) is Node and value.kind is Kind.LIST)
 
 
 def _is_plain(value: object) -> bool:
