@@ -69,23 +69,21 @@ class ModelFiles:
         return self._parted[0]
 
     @property
+    def read_index(self) -> WeightsIndex | None:
+        """The content of a readable index."""
+        content = self.index.content if self.index is not None else None
+        return content if isinstance(content, WeightsIndex) else None
+
+    @property
     def listed(self) -> Mapping[str, str]:
         """The weight map of the index, empty without a readable one."""
-        content = self.index.content if self.index is not None else None
-        return content.weight_map if isinstance(content, WeightsIndex) else {}
+        return self.read_index.weight_map if self.read_index is not None else {}
 
     @property
     def index_words(self) -> dict[str, Any]:
         """The content of a readable index without its weight map."""
-        content = self.index.content if self.index is not None else None
-        document = content.document if isinstance(content, WeightsIndex) else {}
+        document = self.read_index.document if self.read_index is not None else {}
         return {key: value for key, value in document.items() if key != "weight_map"}
-
-    @property
-    def repeated(self) -> tuple[str, ...]:
-        """The keys that a readable index has twice."""
-        content = self.index.content if self.index is not None else None
-        return content.repeated if isinstance(content, WeightsIndex) else ()
 
     @property
     def total_size(self) -> int | None:

@@ -25,8 +25,8 @@ from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, Unsupporte
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import (
     MAX_INDEX,
+    ListsPaths,
     SafetensorsFile,
-    ShardsBelow,
     WeightsIndex,
     looks_like_safetensors,
     parse_index,
@@ -60,6 +60,7 @@ class Problem:
 
     ``in_header``: a truncated file without the complete list of its tensors. ``is_foreign``: an intact file in a
     format that ckptfix never reads. ``is_limit``: a file beyond the limits of ckptfix, which no library writes.
+    ``is_elsewhere``: an index of shards that exist in other folders.
     """
 
     kind: ProblemKind
@@ -69,6 +70,7 @@ class Problem:
     in_header: bool = False
     is_foreign: bool = False
     is_limit: bool = False
+    is_elsewhere: bool = False
 
     @property
     def is_only_unchecked(self) -> bool:
@@ -86,7 +88,7 @@ def as_damage(problem: Problem | None) -> Problem | None:
 def is_unreadable(component: "Component") -> bool:
     """Return whether a component could not be read without being damaged, so that its contents are unknown.
 
-    Permission to read it is denied, or its shards are in sub-folders.
+    Permission to read it is denied, or it is an index of shards in other folders.
     """
     return component.problem is not None and component.problem.kind is ProblemKind.UNREADABLE
 
@@ -310,8 +312,8 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
     with open_reader(full) as reader:
         try:
             return _parser(name)(reader), None
-        except ShardsBelow as error:
-            return None, _shards_below(full.parent, name, error)
+        except ListsPaths as error:
+            return _located(full.parent, name, error.index)
         except TruncatedError as error:
             have, need, in_header = error.have, error.need, error.in_header
             kind = ProblemKind.TRUNCATED
@@ -325,22 +327,42 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         return None, _judged(reader, name, problem)
 
 
-def _shards_below(folder: Path, name: FileName, error: ShardsBelow) -> Problem:
-    """Return the problem of an index that lists files in sub-folders: unknown where all exist, else malformed.
+def _located(folder: Path, name: FileName, index: WeightsIndex) -> tuple[Content | None, Problem | None]:
+    """Return an index that lists paths with file names in their place, where all of them lead to files in the folder.
 
-    transformers and accelerate load such shards, diffusers refuses them in an index of its own. No link to a folder is
-    followed.
+    Else its problem: unknown where all files exist, because files of other folders are not read, and malformed where
+    one does not. transformers and accelerate join the folder and the path. diffusers refuses a path in its own index
+    (0.42, ``hub_utils.py``), and one that leads to a file in the folder has a finding of its own.
     """
-    below = sorted({str(PurePosixPath(path).parent) for path in error.paths if "/" in path})
-    real = os.path.realpath(folder)
-    is_inside = all(os.path.realpath(folder / where) == os.path.join(real, where) for where in below)
-    if not is_inside or not all(os.path.isfile(folder / path) for path in error.paths):
-        return Problem(kind=ProblemKind.MALFORMED, message=str(error))
-    words = f"it lists {count_of(len(error.paths), 'shard')} in a sub-folder ({list_names(below)})"
+    paths = sorted(set(index.weight_map.values()))
+    here = {where for where in set(map(os.path.dirname, paths)) if _is_same(folder, folder / where)}
+    elsewhere = [path for path in paths if os.path.dirname(path) not in here]
+    if not elsewhere:
+        names = {key: os.path.basename(path) for key, path in index.weight_map.items()}
+        spelled = tuple(path for path in paths if "/" in path)
+        return replace(index, weight_map=names, spelled=spelled), None
+    lost = [path for path in paths if not os.path.isfile(folder / path)]
+    if lost:
+        more = f" and {count_of(len(lost) - 1, 'more shard')}, which do" if lost[1:] else ", which does"
+        return None, Problem(kind=ProblemKind.MALFORMED, message=f"it lists {lost[0]!r}{more} not exist")
+    folders = sorted({str(PurePosixPath(path).parent) for path in elsewhere})
+    is_below = not any(where.startswith("/") or ".." in PurePosixPath(where).parts for where in folders)
+    words = (
+        f"it lists {count_of(len(elsewhere), 'shard')} in {'a sub-folder' if is_below else 'another folder'}"
+    )
+    words = f"{words} ({list_names(folders)})"
     if name.model is not None and name.model.stem == "diffusion_pytorch_model":
-        return Problem(kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses")
+        return None, Problem(kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses")
     message = f"{words}, which were not read; transformers and accelerate load them"
-    return Problem(kind=ProblemKind.UNREADABLE, message=message)
+    return None, Problem(kind=ProblemKind.UNREADABLE, message=message, is_elsewhere=True)
+
+
+def _is_same(folder: Path, where: Path) -> bool:
+    try:
+        # And not by os.path.realpath, to which absent/.. is the folder; opening a file by such a path fails.
+        return os.path.samefile(folder, where)
+    except OSError:
+        return False
 
 
 def _parser(name: FileName) -> Callable[[FileReader], Content]:

@@ -339,7 +339,7 @@ def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
     problem, content = component.problem, component.content
     if component.role is Role.WEIGHTS_INDEX and _is_passed_over(folder, component):
         return None
-    if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED:
+    if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED and not problem.is_elsewhere:
         return f"{component.path}: {problem.message}"
     if isinstance(content, SafetensorsFile) and content.trailing:
         return f"{component.path}: {content.trailing} bytes follow its end"

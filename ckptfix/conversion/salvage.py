@@ -423,8 +423,8 @@ class _Folders:
 
     def _kept(self, group: ModelFiles, here: PurePosixPath) -> None:
         """Copy the intact files of a group in another folder, and note the others."""
-        is_read = group.index is not None and group.index.problem is None and group.replaced is None
-        index = group.index if is_read else None
+        read = group.read_index if group.replaced is None else None
+        index = group.index if read is not None and not read.leads_back else None
         for member in (*group.members, *([index] if index is not None else ())):
             self._files.state(replace(member, path=here / member.path))
         if group.replaced is not None:

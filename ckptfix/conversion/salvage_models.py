@@ -244,7 +244,8 @@ class Models:
 
     def _copy_index(self, group: ModelFiles) -> None:
         """Copy the index of shards, or note that they have none."""
-        if group.index is not None and group.index.problem is None and group.index_path is not None:
+        # An index that leads to this folder by other folders would make loaders of the copy read the files here.
+        if group.read_index is not None and not group.read_index.leads_back and group.index_path is not None:
             self._found.copy(group.index_path)
         elif group.index_path is not None and group.rivals == 1:
             self._found.unindexed.append(group.index_path)

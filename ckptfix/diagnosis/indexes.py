@@ -151,8 +151,21 @@ def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data:
     is_read = group.index is not None and problem is None
     without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
     unread = _unread_by_transformers(path, loaded)
+    index = group.read_index
+    repeated_keys, spelled, leads_back = (
+        (index.repeated, index.spelled, index.leads_back) if index is not None else ((), (), ())
+    )
+    refused = spelled if _is_of_diffusers(path) else ()
     fails = bool(
-        group.index is None or problem or doubled or lost or sought or unloaded or without_metadata or unread
+        group.index is None
+        or problem
+        or doubled
+        or lost
+        or sought
+        or unloaded
+        or without_metadata
+        or unread
+        or refused
     )
     if fails or skipped:
         kind = IndexMismatch if fails else PartlyReadIndex
@@ -168,17 +181,19 @@ def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data:
             rivals=group.rivals,
             without_metadata=without_metadata,
             unread=unread,
+            refused=refused,
             is_read_in_part=bool(skipped and not unloaded),
         )
         return (mismatch,)
     computed = tuple(sorted(listed.keys() - holders.keys()))
-    if computed or unlisted or group.repeated or misplaced or repeated:
+    if computed or unlisted or repeated_keys or misplaced or repeated or leads_back:
         odd = OddIndex(
             path=path,
             computed=computed,
             unlisted=len(unlisted),
-            repeated=group.repeated,
+            repeated=repeated_keys,
             misplaced=misplaced,
+            leads_back=leads_back,
             copied=tuple(sorted(repeated)),
         )
         return (odd,)
@@ -217,6 +232,11 @@ def _is_of_transformers(index: PurePosixPath) -> bool:
     """Return whether ``from_pretrained`` of transformers looks for an index of this name."""
     name = parse_file_name(index.name)
     return name is not None and name.model is not None and name.model.stem == "model"
+
+
+def _is_of_diffusers(index: PurePosixPath) -> bool:
+    name = parse_file_name(index.name)
+    return name is not None and name.model is not None and name.model.stem == "diffusion_pytorch_model"
 
 
 def _unread_by_transformers(index: PurePosixPath, shards: Collection[str]) -> str:

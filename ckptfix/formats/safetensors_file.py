@@ -9,8 +9,9 @@ fault worse: a duplicate key whose ranges agree is refused here. The index of a 
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from math import inf
+from pathlib import PurePosixPath
 from sys import float_info
 from typing import Any
 
@@ -335,29 +336,37 @@ MAX_INDEX = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightsIndex:
-    """A parsed index: ``weight_map`` from fqn to a plain file name in the same folder.
+    """A parsed index: ``weight_map`` from fqn to the name of a file in the same folder.
 
-    ``repeated``: the keys that the JSON text has twice.
+    ``repeated``: the keys that the JSON text has twice. ``spelled``: the paths in the JSON text that are not file names
+    and lead to files in the folder all the same, such as ``./x``, in order.
     """
 
     document: Mapping[str, Any]
     weight_map: Mapping[str, str]
     repeated: tuple[str, ...] = ()
+    spelled: tuple[str, ...] = ()
+
+    @property
+    def leads_back(self) -> tuple[str, ...]:
+        """The spelled paths that go through other folders: the index of a copy leads to the files of this folder."""
+        paths = ((path, PurePosixPath(path)) for path in self.spelled)
+        return tuple(path for path, parsed in paths if parsed.is_absolute() or ".." in parsed.parts)
 
 
-class ShardsBelow(FormatError):
-    """An index that lists files of sub-folders. ``paths``: all its files, none of which leaves the folder."""
+class ListsPaths(FormatError):
+    """An index that lists paths, and not only names of files. ``index``: it, with these paths in its map."""
 
-    def __init__(self, message: str, paths: Collection[str]) -> None:
+    def __init__(self, message: str, index: WeightsIndex) -> None:
         super().__init__(message)
-        self.paths = paths
+        self.index = index
 
 
 def parse_index(data: bytes) -> WeightsIndex:
     """Parse the bytes of an index file.
 
-    Raises FormatError, also for a file name that leaves the folder (``../../x``, ``/x``): such a name is never
-    followed. ShardsBelow for paths into sub-folders (``shards/x``), which some loaders take.
+    Raises FormatError; ListsPaths for paths (``./x``, ``shards/x``, ``../../x``, ``/x``), which some loaders take.
+    None of them is followed here.
     """
     repeated: list[str] = []
     document = _parse_json(data, "the index", repeated=repeated)
@@ -370,13 +379,14 @@ def parse_index(data: bytes) -> WeightsIndex:
         if isinstance(name, str) and name in paths:
             continue
         message = f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
-        if not isinstance(name, str) or not all(map(is_plain_name, name.split("/"))):
+        if not isinstance(name, str) or not is_plain_name(name.rpartition("/")[2]) or set("\\\0") & set(name):
             raise FormatError(message)
         odd = odd or ("" if is_plain_name(name) else message)
         paths.add(name)
+    index = WeightsIndex(document, weight_map, tuple(repeated))
     if odd:
-        raise ShardsBelow(odd, paths)
-    return WeightsIndex(document, weight_map, tuple(repeated))
+        raise ListsPaths(odd, index)
+    return index
 
 
 def is_plain_name(name: str) -> bool:

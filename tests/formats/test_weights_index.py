@@ -26,7 +26,7 @@ def test_what_is_read() -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "../../x", "/x", "a/b", "a/", "a\\b", "..\\x", "a\0b", 1, None, [], True]
 )
-def test_a_name_that_leaves_the_folder_is_refused(name: object) -> None:
+def test_what_is_no_file_name_of_this_folder_is_refused(name: object) -> None:
     with pytest.raises(FormatError, match="weight_map"):
         parse_index(index({"a": SHARD, "b": name}))
 

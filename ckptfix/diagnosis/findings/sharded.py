@@ -94,6 +94,7 @@ class IndexMismatch(Finding):
     ``metadata``, into which transformers and diffusers write. ``unread``: a ``.bin`` file among safetensors files,
     which transformers reads as safetensors. ``copies``: the shards that hold the first of the ``doubled`` tensors.
     ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions pass over them.
+    ``refused``: its paths to files in the folder, such as ``./x``, if diffusers refuses them.
     """
 
     code = "index-mismatch"
@@ -115,6 +116,7 @@ class IndexMismatch(Finding):
     unread: str = ""
     copies: tuple[str, ...] = ()
     is_read_in_part: bool = False
+    refused: tuple[str, ...] = ()
 
     @property
     def is_fixable(self) -> bool:
@@ -157,6 +159,9 @@ class IndexMismatch(Finding):
             else "",
             'has no object "metadata", so transformers and diffusers refuse to load the model'
             if self.without_metadata
+            else "",
+            f"lists the path {self.refused[0]!r}, and diffusers refuses all but names of files"
+            if self.refused
             else "",
         ]
         return f"{self.path} {' and '.join(filter(None, problems))}"
@@ -230,7 +235,8 @@ class OddIndex(Finding):
 
     ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of tensors that the listed
     shards hold besides. ``repeated``: keys that the file has twice. ``misplaced``: the number of tensors that it places
-    in another of the listed shards. ``copied``: tensors that several shards hold with equal values.
+    in another of the listed shards. ``copied``: tensors that several shards hold with equal values. ``leads_back``: the
+    paths that lead through other folders to a file in this one, such as ``/data/model/x``.
     """
 
     code = IndexMismatch.code
@@ -243,6 +249,7 @@ class OddIndex(Finding):
     repeated: tuple[str, ...]
     misplaced: int = 0
     copied: tuple[str, ...] = ()
+    leads_back: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         differences = [
@@ -264,6 +271,10 @@ class OddIndex(Finding):
             f"{list_names(self.repeated)}"
             if self.repeated
             else "",
+            f"lists {count_of(len(self.leads_back), 'path')} through other folders (first {self.leads_back[0]!r}): a "
+            "copy of the folder elsewhere loads these files, or fails"
+            if self.leads_back
+            else "",
         ]
         return f"{self.path} {' and '.join(filter(None, differences))}"
 
@@ -276,6 +287,9 @@ class OddIndex(Finding):
             else "",
             "loaders take the same values; ckptfix migrate and seal refuse such shards: load the model, and save it"
             if self.copied
+            else "",
+            "before you copy or move the folder, change the paths in the index to names of files"
+            if self.leads_back
             else "",
         ]
         return "; ".join(filter(None, advice))
