@@ -388,6 +388,30 @@ def is_copy_of(name: str, copy: str) -> bool:
     return copy != name and _ADDED.sub("", copy) == name
 
 
+MARK_OF_COPY = r"[\s._-]+copy|[\s._-]*\((?:(?:another|[0-9]+[a-z]{2})[\s_])?copy(?:[\s_][0-9]+)?\)"
+"""The words that file managers add to a copy: `` copy``, `` - Copy``, `` (copy)``, `` (another copy)``."""
+
+_COPIED = re.compile(
+    rf"(.+?)((?:{MARK_OF_COPY})?(?:[\s_-]*\([0-9]{{1,2}}\)|[\s_-]+[0-9]{{1,2}})?)(\.[a-z]+)", re.DOTALL
+)
+
+
+def copied_state(name: str) -> tuple[FileName, str] | None:
+    """Return the state of ``save_state`` of which a file is a copy by its name, and the mark; None for any other name.
+
+    Safari names a second download ``model_1-1.safetensors``, file managers ``model_1 - Copy (2).safetensors``. A mark
+    that is a number alone may have a meaning for a script: ``model-1.safetensors``.
+    """
+    match = _COPIED.fullmatch(name.casefold())
+    known = parse_file_name(name)
+    if not match or not match[2] or (known is not None and known.role is not Role.UNKNOWN):
+        return None
+    meant = parse_file_name(match[1] + match[3])
+    if meant is None or meant.role is Role.UNKNOWN or not meant.is_state_file or meant.is_of_trainer:
+        return None
+    return meant, match[2]
+
+
 def index_name(stem: str, suffix: str) -> str:
     """Return the name of the index of shards; that of ``model.fp16`` is ``model.safetensors.index.fp16.json``."""
     base, _, variant = stem.partition(".")

@@ -11,13 +11,14 @@ holds what belongs under that name. The names are exact:
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
+    MARK_OF_COPY,
     MODEL_STEMS,
     NOT_STATES,
     STEMS_OF_LIBRARIES,
@@ -26,6 +27,7 @@ from ckptfix.checkpoint.filenames import (
     FileName,
     Role,
     Stems,
+    copied_state,
     is_copy_of,
     nearly_state,
     parse_deepspeed_folder_name,
@@ -80,7 +82,7 @@ def hidden_files(folder: CheckpointFolder, home: Path | None = None) -> Iterator
     hidden: dict[str, HiddenFile] = {}
     # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's states.
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
-    if not is_of_trainer and any(one.name.is_of_accelerate for one in folder.components):
+    if not is_of_trainer and _is_of_accelerate(folder):
         near = _hidden_from_load_state(folder, home or folder.root)
         for file in sorted((*near, *_miscounted(folder)), key=lambda file: not file.is_certain):
             hidden.setdefault(file.wanted, file)
@@ -254,7 +256,7 @@ def _finds(stems: Stems, name: str, *, takes_variants: bool) -> bool:
 
 _BETWEEN = r"[\s._-]"
 _MARK = (
-    rf"(?:{_BETWEEN}+(?:copy|old|backup|bak|orig|tmp|new))?"
+    rf"(?:{MARK_OF_COPY}|{_BETWEEN}+(?:old|backup|bak|orig|tmp|new))?"
     rf"(?:{_BETWEEN}*\([0-9]{{1,2}}\)|{_BETWEEN}+[0-9]{{1,2}}|~)?"
 )
 """Marks of copies: of browsers (`` (1)``), file managers (`` - Copy (2)``), wget (``.1``), editors and people."""
@@ -301,32 +303,80 @@ def _hidden_from_load_state(folder: CheckpointFolder, home: Path) -> Iterator[Hi
         if state is not None and state.is_deepspeed:
             existing.add((Role.OPTIMIZER, state.index))
     count = Counter(role for role, _ in existing)
-    unknown = (one.path for one in folder.components if one.role is Role.UNKNOWN)
+    reach = Counter(count)
+    marked = _marked(folder, existing)
     near: list[frozenset[str]] | None = None
-    for path in (*unknown, *folder.strays):
-        meant = nearly_state(path.name)
-        if meant is None or _COUNTED.fullmatch(path.name):
-            continue
+    told: set[str] = set()
+    for name, meant, mark in _near_names(folder):
         role, number = _part(meant)
         wanted = str(meant)
-        if (role, number) in existing or number > count[role] or not _may_be(folder.root, path.name, meant):
+        if (
+            name in told
+            or (role, number) in existing
+            or number > reach[role]
+            or not _may_be(folder.root, name, meant)
+        ):
             continue
+        # ``model-1.safetensors`` may be of an epoch, ``model_1_1.safetensors`` of its step, and people make a copy of a
+        # model before they delete it. Browsers and file managers give one mark to all files.
+        is_mark_of_others = len(marked[mark, number]) > 1 and not mark.startswith("_")
         is_shown = (
             number < count[role]
-            or number == 0
-            or is_copy_of(wanted, path.name)
             or role in _NAMED_BY_ACCELERATE
-            or any(count[more] > count[role] for more in _SHOWN_BY.get(role, ()))
+            or is_mark_of_others
+            or (number == 0 and not mark.strip(" _-").isdigit())
+            or is_copy_of(wanted, name)
+            or any(count[more] > count[role] for more in _SHOWN_BY.get(role, ()) if number or not mark)
         )
         if near is None:
             near = list(names_of_neighbours(home))
-        is_of_all = bool(near) and all(path.name in names and wanted not in names for names in near)
-        is_of_others = any(wanted in names and path.name not in names for names in near)
+        is_of_all = bool(near) and all(name in names and wanted not in names for names in near)
+        is_of_others = any(wanted in names and name not in names for names in near)
         if is_of_others or (is_shown and not is_of_all):
-            yield _hidden(path.name, wanted, Loader.LOAD_STATE)
+            told.add(name)
+            existing.add((role, number))
+            reach[role] = max(reach[role], number + 1)
+            yield _hidden(name, wanted, Loader.LOAD_STATE)
         elif is_shown or not is_of_all:
-            words = f"load_state does not look for {path.name!r}, and fails for a script that needs {wanted}"
-            yield HiddenFile(path.name, wanted, Loader.LOAD_STATE, words, False, role.value)
+            words = f"load_state does not look for {name!r}, and fails for a script that needs {wanted}"
+            yield HiddenFile(name, wanted, Loader.LOAD_STATE, words, False, role.value)
+
+
+def _is_of_accelerate(folder: CheckpointFolder) -> bool:
+    """Return whether a state of ``save_state`` is in a folder, or its random states are under nearly their name."""
+    if any(one.name.is_of_accelerate for one in folder.components):
+        return True
+    return any(meant.is_of_save_state for _, meant, _ in _near_names(folder))
+
+
+def _near_names(folder: CheckpointFolder) -> list[tuple[str, FileName, str]]:
+    """Return the names that are nearly those of states, with the states and the mark of a copy, by their numbers.
+
+    ``model-1.safetensors`` may be either of two.
+    """
+    unknown = (one.path for one in folder.components if one.role is Role.UNKNOWN)
+    names: list[tuple[str, FileName, str]] = []
+    for path in (*unknown, *folder.strays):
+        if _COUNTED.fullmatch(path.name):
+            continue
+        meant, copied = nearly_state(path.name), copied_state(path.name)
+        if meant is not None:
+            names.append((path.name, meant, ""))
+        if copied is not None and copied[0] != meant:
+            names.append((path.name, *copied))
+    return sorted(names, key=lambda near: _part(near[1])[1])
+
+
+def _marked(
+    folder: CheckpointFolder, existing: Collection[tuple[Role, int]]
+) -> dict[tuple[str, int], set[Role]]:
+    """Return the roles of missing states of which copies have one mark: they were copied together."""
+    marked: dict[tuple[str, int], set[Role]] = defaultdict(set)
+    for _, meant, mark in _near_names(folder):
+        part = _part(meant)
+        if mark and part not in existing:
+            marked[mark, part[1]].add(part[0])
+    return marked
 
 
 _NAMED_BY_ACCELERATE = (Role.CUSTOM, Role.RNG_STATE)

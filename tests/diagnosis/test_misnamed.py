@@ -353,6 +353,76 @@ def test_a_second_model_that_was_set_aside_is_not_missed(tmp_path: Path) -> None
     assert problems(folder) == []
 
 
+# All files of a second model, or of a folder, with the mark of a browser or a file manager.
+
+MARKS = ("-1", " (1)", " copy", " - Copy", " - Copy (2)", " copy 2", " (copy)", " (another copy)", " 2")
+SECOND = ("model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin")
+
+
+def _marked(name: str, mark: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    return f"{stem}{mark}.{suffix}"
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("names", [SECOND, STATES])
+def test_all_files_have_the_mark_of_a_copy(folder: Path, names: tuple[str, ...], mark: str) -> None:
+    for name in names:
+        (folder / name).rename(folder / _marked(name, mark))
+    assert not is_loaded(folder)
+    words = "{} is missing: {!r} is there, and load_state does not look for that name"
+    assert problems(folder) == [
+        ("incomplete-checkpoint", words.format(name, _marked(name, mark))) for name in sorted(names)
+    ]
+    for name in names:
+        (folder / _marked(name, mark)).rename(folder / name)
+    assert is_loaded(folder)
+    assert problems(folder) == []
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_copies_next_to_their_files_are_not_missed(folder: Path, mark: str) -> None:
+    for name in STATES:
+        if not name.startswith("custom"):
+            shutil.copy(folder / name, folder / _marked(name, mark))
+    assert is_loaded(folder)
+    assert problems(folder) == []
+
+
+@pytest.mark.parametrize("mark", ["-1", " copy", "_1"])
+def test_own_files_of_a_script_with_marks_are_at_most_not_checked(tmp_path: Path, mark: str) -> None:
+    """As a copy of a model before it is deleted, or the states of one step of an epoch."""
+    folder = Small().saved(tmp_path / "folder")
+    shutil.copy(folder / "model.safetensors", folder / f"model_1{mark}.safetensors")
+    Small().accelerator.load_state(str(folder))
+    assert problems(folder) == []
+    words = f"load_state does not look for 'model_1{mark}.safetensors', and fails for a script that needs "
+    assert any(words in sentence for sentence in check(folder).not_checked)
+    if mark == "_1":
+        shutil.copy(folder / "optimizer.bin", folder / "optimizer_1_1.bin")
+        Small().accelerator.load_state(str(folder))
+        assert problems(folder) == []
+
+
+@pytest.mark.parametrize("name", ["model-1.safetensors", "optimizer-1.bin"])
+def test_a_script_that_saves_an_object_itself_by_a_number(tmp_path: Path, name: str) -> None:
+    """It prepares only the other one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    folder = tmp_path / "folder"
+    accelerator.prepare(model if name.startswith("optimizer") else optimizer)
+    accelerator.save_state(str(folder))
+    if name.startswith("model"):
+        save_file(model.state_dict(), folder / name)
+    else:
+        torch.save(optimizer.state_dict(), folder / name)
+    accelerator.load_state(str(folder))
+    assert problems(folder) == []
+
+
 def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Path) -> None:
     """Two models, one optimizer: a repair proves a copy, which without neighbours would lack a second optimizer."""
     for number in (1, 2, 3):
