@@ -1,14 +1,13 @@
 """Completeness of a save: files that are missing, ranks that are missing, and leftovers of an interrupted copy."""
 
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
+from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
     STEMS_OF_LIBRARIES,
@@ -24,8 +23,6 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_files
 from ckptfix.checkpoint.latest import (
-    UNFINISHED,
-    cut_upload,
     gone_since_upload,
     holds_weights,
     is_bare,
@@ -74,10 +71,10 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.siblings import parts_of, under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint
+from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
-from ckptfix.storage.markers import UPLOAD
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command, leads_nowhere, unreadable
+from ckptfix.storage.paths import MANIFEST, command, leads_nowhere, unreadable
 from ckptfix.storage.reading import origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
@@ -395,23 +392,6 @@ def _paths(folder: CheckpointFolder) -> list[PurePosixPath]:
     return [*(component.path for component in folder.components), *folder.subfolders]
 
 
-_SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
-"""Temporary names of ``save_file`` of safetensors."""
-
-_COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
-"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads and atomic writers.
-"""
-
-
-def is_unfinished(name: str) -> bool:
-    """Return whether a name is a temporary one of a checkpoint's file. DCP's own ``.metadata.tmp`` is not."""
-    if name == METADATA_UNFINISHED:
-        return False
-    match = _COPYING.fullmatch(name)
-    wanted = (match[1] or match[2]) if match else ""
-    return bool(_SAVING.fullmatch(name)) or parse_file_name(wanted) is not None or belongs(wanted)
-
-
 class SaveDiagnosis(NamedTuple):
     """The findings about a folder as a save, and in words the omitted checks and the impossible ones."""
 
@@ -447,11 +427,7 @@ def diagnose_save(
     if losses is not None:
         findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
     if folder.only is None:
-        findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
-        if (folder.root / JOURNAL / UNFINISHED).exists():
-            findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
-        elif (problem := cut_upload(folder.root)) is not None:
-            findings.append(InterruptedSave(path=PurePosixPath(UPLOAD), upload=problem))
+        findings += interrupted(folder, states)
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _lost_models(folder)
         findings += _modelless(folder, states)
@@ -493,12 +469,6 @@ def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
         tag, why = problem
         path = PurePosixPath(LATEST)
         yield LostTag(path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag))
-
-
-def unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[PurePosixPath]:
-    """Yield the unfinished files of the checkpoint, which still have their temporary names."""
-    paths = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
-    return (path for path in paths if is_unfinished(path.name))
 
 
 def _missing(

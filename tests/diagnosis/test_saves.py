@@ -12,9 +12,9 @@ import torch
 from ckptfix import check, repair, salvage, seal, verify
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import Manifest, read_losses
-from ckptfix.diagnosis.completeness import is_unfinished
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingFile, MissingModel, Salvaged
+from ckptfix.diagnosis.unfinished_copies import is_unfinished
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import write_safetensors
 from tests.repairs.dcp_folders import MODEL, OPTIMIZER
@@ -354,7 +354,10 @@ def test_what_a_cut_copy_left_is_named(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"half")
     finding = only(folder)
     assert isinstance(finding, InterruptedSave)
-    assert str(finding) == f"{name} was left by a save or a copy that was cut short"
+    wanted = {"pytorch_model.bin.incomplete": "pytorch_model.bin", ".__0_0.distcp.a8XkQ1": "__0_0.distcp"}
+    wanted["..metadata.a8XkQ1"] = ".metadata"
+    missing = f", and {wanted[name]} is missing" if name in wanted else ""
+    assert str(finding) == f"{name} was left by a save or a copy that was cut short{missing}"
     assert not any(name in words for words in check(folder).not_checked)
 
 

@@ -469,6 +469,8 @@ class InterruptedSave(Finding):
     ranks: tuple[int, ...] = ()
     leftover: bool = False
     """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders."""
+    wanted: str = ""
+    """The name that such a file was to get, where no file has it."""
     mixed: bool = False
     """Files of a guarded save have taken the place of old ones, and not all of them."""
     upload: str = ""
@@ -480,6 +482,13 @@ class InterruptedSave(Finding):
     newest: str = ""
     """Name of the newest complete checkpoint next to a bare one, "" where there is none or nobody looked."""
 
+    @property
+    def stops_resume(self) -> bool:
+        """True where a state is missing that was being copied: ``load_state`` fails without it."""
+        parsed = parse_file_name(self.wanted)
+        is_state = parsed is not None and parsed.is_state_file and not parsed.is_of_trainer
+        return is_state and _is_required(self.wanted)
+
     def __str__(self) -> str:
         if self.bare:
             if self.below:
@@ -490,7 +499,8 @@ class InterruptedSave(Finding):
         if self.mixed:
             return f"{self.path}: the last save was interrupted while its files were put in place; others are older"
         if self.leftover:
-            return f"{self.path} was left by a save or a copy that was cut short"
+            missing = f", and {self.wanted} is missing" if self.wanted else ""
+            return f"{self.path} was left by a save or a copy that was cut short{missing}"
         data = count_of(self.files, ".distcp file")
         if self.over_another:
             return f"{self.path} is left over next to .metadata and {data}: a save over an older one was cut short"

@@ -1,0 +1,107 @@
+"""Saves, copies, downloads and uploads that were cut short, by the temporary names and marks that they leave."""
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION, PIPELINE
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.storage.markers import UPLOAD
+from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import names_in
+
+_SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
+"""Temporary names of ``save_file`` of safetensors."""
+
+_COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
+"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads and atomic writers.
+"""
+
+_DOWNLOADING = re.compile(
+    r"(.+?)\.(?:aria2|bc!|crdownload|download|filepart|opdownload|part\.minio|!qB|!ut|(?:[0-9a-f]{8}\.)?partial)"
+    r"|(.+)_\.gstmp|(.+)\.(?=[0-9]*[A-Fa-f])[0-9A-Fa-f]{8}",
+    re.DOTALL,
+)
+"""Temporary names of downloads: by browsers, aria2, torrents, WinSCP and rclone; and by the clients of object stores.
+
+Those are gsutil's ``NAME_.gstmp``, and ``NAME.6eB15D0c`` of boto3 and the AWS client. ``NAME.download`` is a folder of
+Safari. aria2 gives the file its name at once, and ``NAME.aria2`` exists until all of it is there.
+"""
+
+_JSON = (CONFIG, ADAPTER, GENERATION, PIPELINE, TRAINER_STATE)
+"""Small files of which an unfinished download is named where the file itself is missing."""
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether a name is a temporary one of a checkpoint's file. DCP's own ``.metadata.tmp`` is not."""
+    if name == METADATA_UNFINISHED:
+        return False
+    return bool(_SAVING.fullmatch(name)) or _is_of_checkpoint(_intended(_COPYING, name))
+
+
+def _intended(pattern: re.Pattern[str], name: str) -> str:
+    """Return the name that an unfinished file was to get, "" if it has no temporary name."""
+    match = pattern.fullmatch(name)
+    return next(filter(None, match.groups()), "") if match else ""
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return parse_file_name(name) is not None or belongs(name)
+
+
+def interrupted(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:
+    """Yield the signs of a save, a copy, a download or an upload that was cut short."""
+    yield from _unfinished(folder, states)
+    if PurePosixPath(_OF_HUB.parts[0]) in folder.subfolders:
+        yield from _unfinished_of_hub(folder)
+    if (folder.root / JOURNAL / UNFINISHED).exists():
+        yield InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True)
+    elif (problem := cut_upload(folder.root)) is not None:
+        yield InterruptedSave(path=PurePosixPath(UPLOAD), upload=problem)
+
+
+def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:
+    """Yield a finding for each file of the checkpoint that still has a temporary name.
+
+    A download next to its file is left over: the file came by another one. aria2 alone writes to the file itself.
+    """
+    loose = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
+    there = {*loose, *(one.path for one in folder.components), *folder.subfolders}
+    for path in (*loose, *(path for path in folder.subfolders if path.suffix == ".download")):
+        copied, downloaded = _intended(_COPYING, path.name), _intended(_DOWNLOADING, path.name)
+        wanted = copied or downloaded
+        is_missing = bool(wanted) and path.with_name(wanted) not in there
+        is_download = _is_of_checkpoint(downloaded) and (is_missing or path.suffix == ".aria2")
+        is_json = is_missing and wanted in _JSON and path.suffix != ".tmp"
+        if is_unfinished(path.name) or is_download or is_json:
+            yield InterruptedSave(path=path, leftover=True, wanted=wanted if is_missing else "")
+
+
+_OF_HUB = PurePosixPath(".cache/huggingface/download")
+"""Folder for downloads of huggingface_hub (2.4, ``_local_folder.py``), in the folder to which it downloads."""
+
+
+def _unfinished_of_hub(folder: CheckpointFolder) -> Iterator[InterruptedSave]:
+    """Yield a finding for each file whose download from the Hugging Face Hub was cut short.
+
+    It is called by a hash of its name; a lock file next to it shows the name.
+    """
+    names: frozenset[str] = frozenset()
+    with suppress(OSError):
+        names = frozenset(names_in(folder.root / _OF_HUB))
+    parts = {name.partition(".")[0]: name for name in sorted(names) if name.endswith(".incomplete")}
+    for name in sorted(names) if parts else ():
+        wanted = name.removesuffix(".lock")
+        digest = hashlib.sha1(f"{wanted}.metadata".encode(), usedforsecurity=False).digest()
+        part = parts.get(base64.urlsafe_b64encode(digest).decode())
+        is_wanted = wanted != name and (_is_of_checkpoint(wanted) or wanted in _JSON)
+        if part and is_wanted and not os.path.lexists(folder.root / wanted):
+            yield InterruptedSave(path=_OF_HUB / part, leftover=True, wanted=wanted)
