@@ -81,6 +81,8 @@ def diagnose_files(
         name.role not in (*NOT_STATES, Role.GRAD_SCALER) and not name.is_of_trainer
         for name in folder.file_names
     )
+    # Without states of a library next to it, ``scaler.pt`` is what a script scales its data by.
+    has_trainer = any(name.is_of_trainer for name in folder.file_names)
     contents = {one.path: one.content for one in folder.components if one.path not in explained}
     torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}
     if crcs is None:
@@ -93,7 +95,13 @@ def diagnose_files(
         elif isinstance(component.content, SafetensorsFile):
             findings += _safetensors(folder.root, component, component.content)
         elif isinstance(component.content, TorchFile):
-            findings += diagnose_pickle(component, component.content, is_plain_model=is_plain_model)
+            is_of_data = component.role is Role.GRAD_SCALER and is_plain_model and not has_trainer
+            findings += diagnose_pickle(
+                component,
+                component.content,
+                is_plain_model=is_plain_model,
+                is_of_script=component.name.is_of_script or is_of_data,
+            )
             findings += _torch(component, component.content, crcs[component.path])
     return findings
 

@@ -8,7 +8,7 @@ from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import Component
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.damaged import TrainerPickle, UnloadablePickle, UnsafePickle
+from ckptfix.diagnosis.findings.damaged import ScriptPickle, TrainerPickle, UnloadablePickle, UnsafePickle
 from ckptfix.formats.pickle_globals import (
     SAFE_IN_FSDP,
     GlobalSafety,
@@ -107,13 +107,19 @@ def _loader_of(component: Component, *, is_plain_model: bool) -> _Loader:
         return _FSDP_RANK
     if component.name.is_of_trainer:
         return _OF_TRAINER[component.role]
-    if component.role is Role.MODEL and is_plain_model:
+    # The Trainer reads its ``scaler.pt`` so, too (transformers 5.23, trainer.py).
+    if component.role in (Role.MODEL, Role.GRAD_SCALER) and is_plain_model:
         return _TORCH
     return _OF_ACCELERATE.get(component.role, _TORCH)
 
 
-def diagnose_pickle(component: Component, file: TorchFile, *, is_plain_model: bool) -> list[Finding]:
-    """Find what the loader of a file refuses. ``is_plain_model``: no state of accelerate is next to the weights."""
+def diagnose_pickle(
+    component: Component, file: TorchFile, *, is_plain_model: bool, is_of_script: bool
+) -> list[Finding]:
+    """Find what the loader of a file refuses.
+
+    ``is_plain_model``: no state of accelerate is next to the weights. ``is_of_script``: no library looks for the file.
+    """
     tree = file.tree
     unsafe = unsafe_globals(tree)
     if unsafe:
@@ -143,8 +149,11 @@ def diagnose_pickle(component: Component, file: TorchFile, *, is_plain_model: bo
         listed = _dotted(beyond_torch) or tree.refused_opcodes
         return [TrainerPickle(path=component.path, globals=listed)] if loader.has_note and listed else []
     is_allowable = not (opcodes or is_plain) and all(can_be_allowed(*pair) for pair in refused)
+    # A file of torch.save that lost its container, or its head, is no file of pickle.dump.
+    is_complete = not (file.tree.persistent or file.trailing)
+    kind = ScriptPickle if is_plain and is_of_script and is_complete else UnloadablePickle
     return [
-        UnloadablePickle(
+        kind(
             path=component.path,
             globals=_dotted(refused),
             opcodes=opcodes,

@@ -340,6 +340,18 @@ class UnloadablePickle(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPickle(UnloadablePickle):
+    """A plain pickle under a name that no library looks for: the script that wrote it reads it with ``pickle.load``."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to read it as it was written."""
+        return "nothing to do if the script reads it with pickle.load, as files of pickle.dump are read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPickle(Finding):
     """A pickle with classes that the library that wrote it also loads."""
 
