@@ -92,7 +92,7 @@ def hidden_files(folder: CheckpointFolder, home: Path | None = None) -> Iterator
         for file in (
             *hidden_from_trainer(folder.root, names),
             *_hidden_from_pretrained(folder.root, names),
-            *_hidden_configs(folder.root, names),
+            *hidden_configs(folder.root, names),
         ):
             hidden.setdefault(file.wanted, file)
     yield from hidden.values()
@@ -204,7 +204,7 @@ def _hidden_weights(
     return uncertain
 
 
-def _hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+def hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
     """Yield the configs of models that ``from_pretrained`` does not find: ``config.json.tmp``, ``config (1).json``."""
     for wanted in (CONFIG, ADAPTER):
         if wanted in names or not has_weights_of(wanted, names):

@@ -21,7 +21,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_files
+from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_configs, hidden_files
 from ckptfix.checkpoint.latest import (
     gone_since_upload,
     holds_weights,
@@ -64,6 +64,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
+    LostModelFiles,
     LostTag,
     MissingFile,
     MissingModel,
@@ -75,7 +76,7 @@ from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import MANIFEST, command, leads_nowhere, unreadable
-from ckptfix.storage.reading import origin_of, store_of
+from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
 _RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
@@ -430,6 +431,7 @@ def diagnose_save(
         findings += interrupted(folder, states)
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _lost_models(folder)
+            findings += _lost_configs(folder)
         findings += _modelless(folder, states)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
@@ -515,6 +517,33 @@ def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:
         lost = lost_model(folder.root)
         if lost is not None:
             yield _missing_model(lost)
+
+
+def _lost_configs(folder: CheckpointFolder) -> Iterator[LostModelFiles]:
+    """Yield a finding for each model of diffusers in a sub-folder of ``save_state`` that lacks its config.
+
+    Hooks of diffusers' scripts save ``unet/`` so. Its file names are those of ``ModelMixin.save_pretrained``, which
+    always writes both (diffusers 0.42). A config under another name has a finding of its own.
+    """
+    for path in folder.plain_subfolders if folder.is_save_state else ():
+        names: tuple[str, ...] = ()
+        with suppress(OSError):
+            names = tuple(sorted(names_in(folder.root / path)))
+        weights = next((name for name in names if _is_of_diffusers(name)), None)
+        if weights and CONFIG not in names and not any(hidden_configs(folder.root / path, names)):
+            lost = path / CONFIG
+            yield LostModelFiles(path=lost, missing=(str(lost),), known_by=f"{path / weights} is there")
+
+
+def _is_of_diffusers(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return (
+        parsed is not None
+        and parsed.is_of_library
+        and not parsed.index
+        and parsed.model is not None
+        and parsed.model.stem in STEMS_OF_LIBRARIES["diffusers"][".bin"]
+    )
 
 
 def _missing_model(lost: LostModel) -> MissingModel:

@@ -1,0 +1,120 @@
+"""Models that hooks of diffusers' scripts save in sub-folders: the load hook itself decides what it needs."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import save_file
+
+from ckptfix import check, latest_checkpoint
+from ckptfix.errors import UsageError
+from tests.stores.servers import upload_folder
+
+
+def unet() -> Any:
+    kind: Any = diffusers.UNet2DModel
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    sizes = {"sample_size": 8, "block_out_channels": (4,), "norm_num_groups": 2, "layers_per_block": 1}
+    return kind(add_attention=False, **blocks, **sizes)
+
+
+class Run:
+    """The hooks of ``train_text_to_image.py`` of diffusers 0.42. ``options``: of ``save_pretrained``."""
+
+    def __init__(self, *folders: str, **options: Any) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True)
+        self.folders, self.options = folders, options
+        model = unet()
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.accelerator.prepare(model, optimizer)
+        self.accelerator.register_save_state_pre_hook(self._save)
+        self.accelerator.register_load_state_pre_hook(self._load)
+
+    def _save(self, models: list[Any], weights: list[Any], path: str) -> None:
+        for name in self.folders:
+            models[0].save_pretrained(os.path.join(path, name), **self.options)
+        weights.pop()
+
+    def _load(self, models: list[Any], path: str) -> None:
+        model = models.pop()
+        for name in self.folders:
+            loaded = type(model).from_pretrained(path, subfolder=name)
+            model.register_to_config(**loaded.config)
+            model.load_state_dict(loaded.state_dict())
+
+
+KINDS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("unet",), {}),
+    (("unet", "unet_ema"), {}),
+    (("controlnet",), {"safe_serialization": False}),
+    (("unet",), {"max_shard_size": "5KB"}),
+]
+
+
+def problems(folder: Path | str) -> list[str]:
+    return [str(finding) for finding in check(folder).all_findings if finding.severity.value != "note"]
+
+
+@pytest.mark.parametrize(("folders", "options"), KINDS)
+def test_the_config_of_a_model_of_a_hook_is_lost(
+    tmp_path: Path, folders: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run/checkpoint-5"
+    Run(*folders, **options).accelerator.save_state(str(folder))
+    Run(*folders).accelerator.load_state(str(folder))
+    assert problems(folder) == []
+    (folder / folders[0] / "config.json").unlink()
+    with pytest.raises(OSError, match=r"config\.json"):
+        Run(*folders).accelerator.load_state(str(folder))
+    (problem,) = problems(folder)
+    assert problem.startswith(f"{folders[0]}/config.json is missing: {folders[0]}/diffusion_pytorch_model")
+    with pytest.raises(UsageError, match=r"config\.json is missing"):
+        latest_checkpoint(folder.parent)
+    url = f"memory://{os.urandom(6).hex()}/checkpoint-5"
+    upload_folder(folder, url)
+    assert problems(url) == [problem]
+
+
+def test_the_config_has_another_name(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    Run("unet").accelerator.save_state(str(folder))
+    (folder / "unet/config.json").rename(folder / "unet/config (1).json")
+    (problem,) = problems(folder)
+    assert problem.startswith("config.json is missing: 'config (1).json' is there")
+
+
+def _lora(folder: Path) -> None:
+    save_file({"unet.down.lora_A.weight": torch.ones(2, 2)}, folder / "pytorch_lora_weights.safetensors")
+
+
+def _weights_of_a_script(folder: Path) -> None:
+    save_file({"weight": torch.ones(2, 2)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("write", [_lora, _weights_of_a_script])
+def test_other_weights_in_a_sub_folder_need_no_config(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    folder = tmp_path / "checkpoint-5"
+    Run("unet").accelerator.save_state(str(folder))
+    (folder / "extra").mkdir()
+    write(folder / "extra")
+    Run("unet").accelerator.load_state(str(folder))
+    assert problems(folder) == []
+
+
+def test_weights_of_diffusers_alone_need_no_config(tmp_path: Path) -> None:
+    """As many people store them, for a loader that takes a single file."""
+    unet().save_pretrained(tmp_path / "models/unet")
+    (tmp_path / "models/unet/config.json").unlink()
+    assert problems(tmp_path / "models/unet") == []
+    shutil.copytree(tmp_path / "models/unet", tmp_path / "models/second")
+    assert problems(tmp_path / "models/second") == []
