@@ -248,6 +248,31 @@ def same_tree(one: PickleTree, other: PickleTree, new_names: Mapping[int, str]) 
     return walk.same(one.root, other.root)
 
 
+def constants(
+    root: Any, text: Callable[[Text], str], *, without: Iterable[Node]
+) -> frozenset[tuple[type, object]]:
+    """Return every constant that a value refers to; two values that ``TreeWalk`` finds the same refer to the same ones.
+
+    ``text`` gives the string of a push. ``without``: nodes that are left out, with what only they refer to.
+    """
+    met = set(map(id, without))
+    known: set[tuple[type, object]] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, Node | tuple) or type(value) is Text:
+            known.add(_exactly(value, text))
+        elif id(value) not in met:
+            met.add(id(value))
+            if isinstance(value, tuple):
+                waiting += value
+                continue
+            waiting += (value.head, value.args) if value.kind in CALLS else (value.args,)
+            for values in (value.items, value.entries, value.states):
+                waiting += values or ()
+    return frozenset(known)
+
+
 class TreeWalk:
     """One comparison of two trees, by identity: each shared object once and never by recursion.
 

@@ -17,7 +17,7 @@ from ckptfix.formats import torch_zip
 from ckptfix.formats.pickle_calls import ensure_calls
 from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, TreeWalk
+from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, TreeWalk, constants
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_rebuild, read_storage, storages
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
@@ -436,6 +436,21 @@ def same_storages(
             return None
         ranges.append((left, right))
     return tuple(ranges)
+
+
+def content_hash(file: TorchFile, rename: NameMap) -> int:
+    """Return a number that is the same for files of equal contents, and for different ones by chance alone.
+
+    It is computed from the constants of the pickle and the CRCs of the storages; no storage is read. Files of one save
+    have a CRC for every storage, or none.
+    """
+    text, merged = _renamed(file.tree, rename)
+    values = constants(file.tree.root, text, without=[*file.tree.persistent, *merged])
+    crcs: list[int] = []
+    if isinstance(file.container, TorchZip):
+        records = torch_zip.storage_records(file.container)
+        crcs = sorted(records[key].crc for key in file.storage_ranges)
+    return hash((values, tuple(crcs)))
 
 
 _VERSION = re.compile(rb"\s*\+?(\d{1,9})")

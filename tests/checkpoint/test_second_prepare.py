@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ckptfix import Policy, check, repair
-from ckptfix.checkpoint import pairing
+from ckptfix.checkpoint import pairing, second_prepare
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.second_prepare import Evidence, OptimizerFacts, read_optimizer
@@ -405,6 +405,20 @@ def verdict(folder: Path | str) -> tuple[str, str]:
         for one in check(folder).findings
         if one.code in ("doubled-model", "identical-models")
     )
+
+
+def test_a_folder_of_very_many_entries_is_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evidence matches each optimizer with each model for each duplicate: 600 of each would take hours."""
+    *_, last = run_of(tmp_path / "run", is_copy=False)
+    assert verdict(last)[0] == "doubled-model"
+    # Two models and an optimizer.
+    monkeypatch.setattr(second_prepare, "MAX_ENTRIES", 2)
+    code, advice = verdict(last)
+    assert code == "identical-models"
+    assert "more than 2 models and optimizers, which are not matched" in advice
+    assert repair(last).steps == ()
 
 
 def test_a_copy_differs_in_another_checkpoint_of_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Costs of checks: they grow with the bytes of a file, however it nests and shares its objects."""
 
+import struct
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckptfix import check
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
 
 ONE = torch.zeros(1)
 RANDOM_STATES = {"step": 1, "random_state": (3, (1,) * 625, None)}
@@ -76,6 +80,19 @@ def duplicates(folder: Path, count: int) -> None:
         torch.save(RANDOM_STATES, folder / f"random_states_{rank}.pkl")
 
 
+def different_states(folder: Path, count: int) -> None:
+    """Optimizers whose moments differ, and schedulers, which have no tensor, with different learning rates."""
+    save_file({"w": ONE}, folder / "model.safetensors")
+    for number in range(count):
+        end = f"_{number}" if number else ""
+        state = {0: {"step": ONE, "exp_avg": torch.full((1,), float(number)), "exp_avg_sq": ONE}}
+        group = {"lr": 0.1, "params": [0]}
+        torch.save({"state": state, "param_groups": [group]}, folder / f"optimizer{end}.bin")
+        schedule = {"step_size": 1, "gamma": 0.5, "base_lrs": [float(number)], "last_epoch": 1}
+        torch.save(schedule, folder / f"scheduler{end}.bin")
+    torch.save(RANDOM_STATES, folder / "random_states_0.pkl")
+
+
 def nested_in_dcp(folder: Path, count: int) -> None:
     models = {f"m{i}": {"module.module.w": ONE, "module.module.b": ONE} for i in range(count)}
     dcp.save(models, checkpoint_id=folder / "all", no_dist=True)
@@ -92,6 +109,7 @@ def nested_in_dcp(folder: Path, count: int) -> None:
         (nested_state_dicts, 80),
         (values_that_share_a_list, 50),
         (duplicates, 70),
+        (different_states, 40),
         (nested_in_dcp, 60),
     ],
 )
@@ -105,3 +123,66 @@ def test_twice_the_objects_cost_twice_the_calls(
     check(folders[0])  # imports modules
     first, second, third = (calls(partial(check, folder)) for folder in folders)
     assert third - second < 3 * (second - first), (first, second, third)
+
+
+@pytest.mark.parametrize("count", [8, 64, 256])
+@pytest.mark.parametrize("kinds", [1, 2, 256])
+def test_states_are_compared_with_equal_ones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, kinds: int
+) -> None:
+    paths = [tmp_path / f"optimizer{f'_{number}' if number else ''}.bin" for number in range(count)]
+    for number, path in enumerate(paths):
+        moment = torch.full((1,), float(number % kinds))
+        state = {0: {"step": ONE, "exp_avg": moment, "exp_avg_sq": ONE}}
+        torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, path)
+    compared: list[Pairing] = []
+
+    def compare(pairing: Pairing) -> bool | None:
+        compared.append(pairing)
+        return first_unequal(tmp_path, pairing, full=True) is None or None
+
+    equal = [
+        (original.name.index, entry.name.index)
+        for original, entry, _ in equal_entries(scan_folder(tmp_path).entries(Role.OPTIMIZER)[0], compare)
+    ]
+    assert equal == [(number % kinds, number) for number in range(kinds, count)]
+    # Each with each: 28, 2,016 and 32,640 comparisons of optimizers that all differ.
+    assert len(compared) == max(0, count - kinds)
+
+
+@pytest.mark.parametrize("has_crc", [True, False])
+def test_a_byte_that_changed_under_its_checksum_makes_a_state_another_one(
+    tmp_path: Path, has_crc: bool
+) -> None:
+    """The group is only where an equal state can be: what is equal is decided by the bytes."""
+    torch.serialization.set_crc32_options(has_crc)
+    try:
+        for name in ("optimizer.bin", "optimizer_1.bin", "optimizer_2.bin"):
+            state = {0: {"step": ONE, "exp_avg": torch.full((4,), 0.25), "exp_avg_sq": ONE}}
+            torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / name)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    changed = tmp_path / "optimizer_1.bin"
+    moments = struct.pack("<4f", *[0.25] * 4)
+    assert changed.read_bytes().count(moments) == 1
+    changed.write_bytes(changed.read_bytes().replace(moments, struct.pack("<4f", 0.25, 0.25, 0.25, 0.5)))
+    entries = scan_folder(tmp_path).entries(Role.OPTIMIZER)[0]
+    equal = equal_entries(entries, lambda pair: first_unequal(tmp_path, pair, full=True) is None or None)
+    assert [(str(original.path), str(entry.path)) for original, entry, _ in equal] == [
+        ("optimizer.bin", "optimizer_2.bin")
+    ]
+
+
+def test_states_that_differ_between_the_samples_are_not_called_equal(tmp_path: Path) -> None:
+    """Their checksums differ; the samples of a check were equal."""
+    save_file({"w": ONE}, tmp_path / "model.safetensors")
+    for number, end in enumerate(("", "_1")):
+        moments = torch.ones(1 << 20)
+        moments[5000] = float(number)
+        state = {0: {"step": ONE, "exp_avg": moments, "exp_avg_sq": moments}}
+        torch.save(
+            {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / f"optimizer{end}.bin"
+        )
+    torch.save(RANDOM_STATES, tmp_path / "random_states_0.pkl")
+    codes = {finding.code for finding in check(tmp_path).findings}
+    assert not codes & {"identical-states", "surplus-states", "doubled-states"}, codes
