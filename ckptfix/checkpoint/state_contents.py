@@ -370,10 +370,8 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
         return StateProblem(expected, wrapper, None)
     if expected in _NESTED and _is_inside(expected, root):
         return None
-    if expected is Content.SCHEDULER and content is Content.OPTIMIZER:
-        return StateProblem(expected, content.value, content) if is_surely_of_optimizer(root) else None
     if content is not None:
-        return StateProblem(expected, content.value, content)
+        return _of_another_kind(expected, content, root)
     is_dict = is_dict_like(root)
     keys = [key.value if type(key) is Text else "" for key, _ in pairs(root)]
     is_empty = is_dict and not keys
@@ -393,6 +391,69 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     holds = _in_words(expected, root) if is_dict and not is_empty else _noun(root)
     may_be_of_script = expected is Content.GRAD_SCALER and _may_be_of_data(root)
     return StateProblem(expected, holds, None, may_be_of_script=may_be_of_script)
+
+
+def _of_another_kind(expected: Content, content: Content, root: object) -> StateProblem | None:
+    if expected is Content.SCHEDULER and content is Content.OPTIMIZER and not is_surely_of_optimizer(root):
+        return None
+    return StateProblem(expected, content.value, content)
+
+
+def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], StateProblem]]:
+    """Yield the states in a file of any name whose key promises another kind, each with the keys that lead to it.
+
+    A state is judged where no other key on the way promises something: a script may save ``{"schedulers":
+    {"optimizer_0": ...}}``, or ``{"optim": {"lr": ...}}`` and ``{"optim": [...]}`` with an optimizer and a scheduler.
+    """
+    visits = Visits()
+    # A few bytes can refer to one long dict again and again.
+    contents: dict[int, Content | None] = {}
+    waiting: list[tuple[object, tuple[str, ...], frozenset[Content]]] = [(file.tree.root, (), frozenset())]
+    try:
+        while waiting:
+            value, keys, before = waiting.pop()
+            if not is_dict_like(value) or not visits.first(value) or len(keys) > _MOST_KEYS:
+                continue
+            for key, node in pairs(value):
+                if type(key) is not Text:
+                    continue
+                promised = before | _promised_by(key.value)
+                is_several = type(node) is Node and is_list(node)
+                if is_several and not visits.first(node):
+                    continue
+                states = [
+                    state for state in (items_of(node) if is_several else (node,)) if is_dict_like(state)
+                ]
+                for state in states:
+                    if id(state) not in contents:
+                        contents[id(state)] = _by_keys(state)
+                kinds = [contents[id(state)] for state in states]
+                for number, (state, content) in enumerate(zip(states, kinds, strict=True)):
+                    path = (*keys, key.value, str(number)) if is_several else (*keys, key.value)
+                    if content is None:
+                        waiting.append((state, path, promised))
+                    elif len(promised) == 1 and not before and promised.isdisjoint(kinds):
+                        (expected,) = promised
+                        problem = _of_another_kind(expected, content, state)
+                        if visits.first(state) and problem is not None and not _is_inside(expected, state):
+                            yield path, problem
+    except FormatError:
+        return
+
+
+_MOST_KEYS = 4
+
+
+def _promised_by(key: str) -> frozenset[Content]:
+    """Return the kinds of states that a key of a script names."""
+    word = key.lower()
+    kinds = {content for part, content in _IN_KEYS.items() if part in word}
+    return frozenset({*kinds, Content.MODEL} if word in _OF_MODELS else kinds)
+
+
+_IN_KEYS = {"optim": Content.OPTIMIZER, "sched": Content.SCHEDULER, "scaler": Content.GRAD_SCALER}
+_OF_MODELS = ("model", "model_state_dict")
+"""Parts of keys, and keys, under which scripts and libraries save a state. Under ``state_dict`` may be any object's."""
 
 
 def _may_be_of_data(root: object) -> bool:

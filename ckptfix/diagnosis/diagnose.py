@@ -58,6 +58,7 @@ from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_prog
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
     diagnose_adapters,
+    diagnose_keys,
     diagnose_meta_tensors,
     diagnose_renamed,
     diagnose_wrong_states,
@@ -245,6 +246,7 @@ def diagnose(
         findings += diagnose_wrong_states(folder)
         findings += diagnose_renamed(folder, _paths(findings, _OF_CONTENT))
         findings += diagnose_meta_tensors(folder)
+        findings += diagnose_keys(folder)
         findings += diagnose_adapters(folder)
         damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))

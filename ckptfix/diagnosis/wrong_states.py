@@ -16,6 +16,7 @@ from ckptfix.checkpoint.state_contents import (
     is_weights_file,
     problems_inside,
     state_problem,
+    states_under_other_keys,
     weights_without_tensors,
 )
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, RenamedState, UnknownState, WrongState
@@ -210,6 +211,42 @@ def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
                     remedy=problem.remedy,
                 )
 
+
+def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
+    """Yield the states in files of scripts that lie under the key of another kind, as two exchanged ones do.
+
+    The script chooses the keys, and reads them: no name that a library looks for is wrong.
+    """
+    for component in folder.components:
+        is_free = component.role in _FREE and not is_weights_file(component.name)
+        if not is_free or not isinstance(component.content, TorchFile):
+            continue
+        problems = list(states_under_other_keys(component.content))
+        for keys, problem in problems:
+            partner = next(
+                (
+                    ".".join(there)
+                    for there, reverse in problems
+                    if (reverse.expected, reverse.content) == (problem.content, problem.expected)
+                ),
+                "",
+            )
+            name = ".".join(keys)
+            exchange = (
+                f"load the file with torch, exchange the values under {name} and {partner}, and save it"
+            )
+            yield UnknownState(
+                path=component.path,
+                key=name,
+                holds=problem.holds,
+                expected=problem.expected.value,
+                effect=_EFFECTS_OF_KEYS[problem.expected],
+                exchanged_with=partner,
+                remedy=exchange if partner else "",
+            )
+
+
+_EFFECTS_OF_KEYS = EFFECTS_ON_TORCH | {Content.MODEL: "load_state_dict of a model fails"}
 
 _FREE = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
 
