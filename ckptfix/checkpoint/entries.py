@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain as concatenated
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind, is_unreadable
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, is_computed, shared_chain
-from ckptfix.checkpoint.loading_order import Replacement, replacement
+from ckptfix.checkpoint.loading_order import BIN_INDEX, first_loader, is_part, kind_of, loads
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
 from ckptfix.checkpoint.rank_parts import PartedTensor, joined_parts, parts_problem
 from ckptfix.dataclass import dataclass
@@ -27,6 +28,19 @@ ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix, equal for all shards of one save."""
 
 
+class Replacement(NamedTuple):
+    """The complete file or index that loaders take in place of shards of which some are gone.
+
+    ``is_complete``: it has every key of their index. ``blocked``: the loaders that take the index of the shards all the
+    same, and fail. ``refused_by``: those that refuse a folder with two indexes, and would take this one alone.
+    """
+
+    path: PurePosixPath
+    is_complete: bool
+    blocked: tuple[str, ...]
+    refused_by: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFiles:
     """Files of one state dict, in the order of their shards; empty when only the index is left.
@@ -34,7 +48,7 @@ class ModelFiles:
     ``index_path``: the path of their index, even if missing; None for a file that needs no index. ``index``: the
     index, readable or not, None when it is missing. ``missing``: absent files that the index or the shards' numbers
     promise. ``rivals``: the number of shard sets that could claim the same index. ``stale_of``: the index that names
-    other shards. ``replaced``: the file of a later save, where the index has lost its shards.
+    other shards. ``replaced``: the file or index of another save, where shards of this one are gone.
     """
 
     members: tuple[Component, ...]
@@ -48,6 +62,11 @@ class ModelFiles:
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict, repr=False)
     _parted: list[tuple[PartedTensor, ...]] = field(default_factory=list, repr=False)
+
+    @property
+    def path(self) -> PurePosixPath:
+        """The file or the index that a loader looks for."""
+        return self.index_path or self.members[0].path
 
     @property
     def label(self) -> str:
@@ -184,22 +203,70 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
     groups += [
         ModelFiles(members=(component,)) for component in folder.components if component.path not in used
     ]
-    return tuple(_replaced(folder, group) for group in groups)
+    return tuple(_replaced(folder, groups))
 
 
-def _replaced(folder: CheckpointFolder, group: ModelFiles) -> ModelFiles:
-    """Return a group with the file that replaces it, if its index has lost shards, or is all of it and damaged."""
-    alone = group.members[0] if group.index_path is None and group.members else None
-    if alone is not None and alone.role is Role.WEIGHTS_INDEX and alone.problem is not None:
-        file = replacement(folder, alone)
-        return (
-            ModelFiles(members=(), index_path=alone.path, index=alone, replaced=file)
-            if file is not None
-            else group
-        )
-    if group.index is None or not group.missing:
-        return group
-    return replace(group, replaced=replacement(folder, group.index))
+def _replaced(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Iterator[ModelFiles]:
+    """Yield the groups, those that lack shards with what loaders take in their place.
+
+    A damaged index without a shard lacks all of them.
+    """
+    for group in groups:
+        alone = group.members[0] if group.index_path is None and group.members else None
+        if alone is not None and alone.role is Role.WEIGHTS_INDEX and alone.problem is not None:
+            index_alone = ModelFiles(members=(), index_path=alone.path, index=alone)
+            replaced = _replacement(folder, index_alone, groups)
+            yield group if replaced is None else replace(index_alone, replaced=replaced)
+        elif group.index_path is not None and group.missing:
+            yield replace(group, replaced=_replacement(folder, group, groups))
+        else:
+            yield group
+
+
+_MOST_TIES = 16
+
+
+def _replacement(
+    folder: CheckpointFolder, group: ModelFiles, groups: Iterable[ModelFiles]
+) -> Replacement | None:
+    """Return the complete file or index of a model that loaders take in place of these shards, None without one.
+
+    Nor is there one where it may be a piece of the model.
+    """
+    name = parse_file_name(group.path.name)
+    if name is None or name.model is None or kind_of(name) is None:
+        return None
+    loader = first_loader(name.model, name.index)
+    if loader is None or (group.index is not None and is_unreadable(group.index)):
+        return None
+    names = [*map(str, folder.strays), *(str(component.path) for component in folder.components)]
+    now = loads(names, name.model, name.index)
+    without = loads([one for one in names if one != str(group.path)], name.model, name.index)
+    path = without.taken.get(loader) or without.by_option.get(loader)
+    file = next((one for one in groups if str(one.path) == path and one.members), None)
+    if file is None or not file.is_whole or (file.index_path is not None and file.read_index is None):
+        return None
+    held = {tensor.fqn for member in file.members for tensor in member.tensors}
+    if not held or any(member.whole is None for member in file.members):
+        return None
+    of_shards = {tensor.fqn for member in group.members for tensor in member.tensors}
+    keys = group.listed.keys() if group.index is not None else of_shards
+    lost = {key for key in keys - held if not is_computed(key)}
+    # An index of .bin shards lists each of the tied weights, and a safetensors file holds the first of them.
+    may_be_tied = group.index is not None and kind_of(name) == BIN_INDEX and len(lost) <= _MOST_TIES
+    is_piece = held < keys or group.index is None
+    if is_piece and is_part(lost, keys) and not may_be_tied:
+        return None
+    blocked = [
+        taker
+        for taker, first in now.taken.items()
+        if first == str(group.path) and (taker in without.taken or taker in without.by_option)
+    ]
+    if folder.is_save_state and not folder.has_file(CONFIG):
+        # from_pretrained fails there without the index, too: save_state writes no config.
+        blocked = [taker for taker in blocked if taker != "transformers"]
+    refused_by = tuple(taker for taker in now.refused_by if taker in without.taken)
+    return Replacement(file.path, not lost, tuple(blocked), refused_by)
 
 
 def _indexed(

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
+from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import (
     ACCELERATE,
     FAMILIES,
@@ -25,7 +26,6 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
-from ckptfix.checkpoint.loading_order import replacement
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
 from ckptfix.checkpoint.state_contents import is_weights_file, state_problem, weights_without_tensors
@@ -355,9 +355,9 @@ def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
 
 
 def _is_passed_over(folder: CheckpointFolder, index: Component) -> bool:
-    """Return whether every loader takes a file of a later save before this index."""
-    replaced = replacement(folder, index)
-    return replaced is not None and not replaced.refused_by
+    """Return whether every loader takes the file or index of another save before this index."""
+    replaced = next((group.replaced for group in group_files(folder) if group.path == index.path), None)
+    return replaced is not None and not replaced.blocked
 
 
 NO_WEIGHTS = "no weights of a model"

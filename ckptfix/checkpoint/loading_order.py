@@ -1,4 +1,4 @@
-"""The order in which loaders look for the files of a model, and the indexes that they pass over for a file.
+"""The order in which loaders look for the files of a model, and which of those in a folder each of them takes.
 
 A save deletes the shards of the save before it and leaves their index: ``save_pretrained`` of transformers 5.23 and of
 diffusers 0.42 do. transformers then loads the one file, and diffusers fails, because it looks for an index first.
@@ -7,11 +7,8 @@ diffusers 0.42 do. transformers then loads the one file, and diffusers fails, be
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import FileName, ModelName, Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
+from ckptfix.checkpoint.filenames import FileName, ModelName, Role, parse_file_name
 from ckptfix.checkpoint.keys import is_computed
-from ckptfix.checkpoint.model_configs import CONFIG
-from ckptfix.formats.safetensors_file import WeightsIndex
 
 SAFE, SAFE_INDEX, BIN, BIN_INDEX = ".safetensors", ".safetensors.index", ".bin", ".bin.index"
 
@@ -26,7 +23,7 @@ _STEMS = {
 
 IN_MODEL = "load_checkpoint_in_model"
 FILES_IN_MODEL = ("model.safetensors", "pytorch_model.bin")
-"""Files that it takes before an index."""
+"""Files that it takes before an index; without them it takes the only index of the folder, of any model."""
 
 _LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
@@ -53,8 +50,6 @@ BY_OPTION = {("diffusers", BIN_INDEX)}
 _OF_VARIANTS = ("transformers", "diffusers")
 """Loaders with an option ``variant``."""
 
-_MOST_TIES = 16
-
 
 def kind_of(name: FileName) -> str | None:
     """Return the kind of family of a file or an index by its name, None for a name that no loader tries."""
@@ -76,6 +71,52 @@ def loaders_of(model: ModelName, position: int) -> dict[str, tuple[str, ...]]:
     }
 
 
+class Loads(NamedTuple):
+    """The file or index of a model that each loader takes, by the names of the files in a folder.
+
+    ``taken``: loader -> that name; a loader that takes none is left out. ``by_option``: those that a loader takes only
+    with an option. ``refused_by``: loaders that refuse the folder, because it has two indexes.
+    """
+
+    taken: Mapping[str, str]
+    by_option: Mapping[str, str]
+    refused_by: tuple[str, ...]
+
+
+def loads(names: Collection[str], model: ModelName, position: int = 0) -> Loads:
+    """Return what each loader takes of a model in a folder with files of these names, damaged or not.
+
+    ``load_checkpoint_in_model`` may take the index of another model.
+    """
+    kinds: dict[str, str] = {}
+    for name in names:
+        parsed = parse_file_name(name)
+        if parsed is not None and (parsed.model, parsed.index) == (model, position):
+            kind = kind_of(parsed)
+            if kind is not None:
+                kinds[kind] = name
+    taken: dict[str, str] = {}
+    by_option: dict[str, str] = {}
+    for loader, order in loaders_of(model, position).items():
+        for kind in order:
+            if kind in kinds:
+                (by_option if (loader, kind) in BY_OPTION else taken).setdefault(loader, kinds[kind])
+    indexes = [name for name in names if name.endswith(".index.json")]
+    refused_by: tuple[str, ...] = ()
+    if not any(name in names for name in FILES_IN_MODEL):
+        if len(indexes) == 1:
+            taken[IN_MODEL] = indexes[0]
+        elif indexes:
+            refused_by = (IN_MODEL,)
+    return Loads(taken, by_option, refused_by)
+
+
+def first_loader(model: ModelName, position: int = 0) -> str | None:
+    """Return the loader of a model that looks for most kinds of files, None for a model for which no loader looks."""
+    orders = loaders_of(model, position)
+    return max(orders, key=lambda loader: len(orders[loader]), default=None)
+
+
 def is_part(lost: Collection[str], keys: Collection[str]) -> bool:
     """Return whether a model that lacks these of its keys is a part of it, such as one shard.
 
@@ -83,52 +124,3 @@ def is_part(lost: Collection[str], keys: Collection[str]) -> bool:
     ``decoder.bias`` of BERT and ``relative_attention_bias`` of T5 are one.
     """
     return 4 * sum(not is_computed(key) for key in lost) >= len(keys)
-
-
-class Replacement(NamedTuple):
-    """The file that holds the model of an index whose shards are gone.
-
-    ``is_complete``: it has every key of the index. ``refused_by``: the loaders that take the index all the same.
-    """
-
-    file: Component
-    is_complete: bool
-    refused_by: tuple[str, ...]
-
-
-def replacement(folder: CheckpointFolder, index: Component) -> Replacement | None:
-    """Return the intact file that a later save wrote in place of an index and its shards, None without one.
-
-    Nor is there one where the file may be a piece of the model.
-    """
-    kind, model = kind_of(index.name), index.name.model
-    if kind is None or model is None or is_unreadable(index):
-        return None
-    files = {
-        kind_of(one.name): one
-        for one in folder.components
-        if one.name.model == model
-        and one.name.index == index.name.index
-        and one.role is not Role.WEIGHTS_INDEX
-    }
-    file = files.get(SAFE) or files.get(BIN)
-    if file is None or file.problem is not None or file.whole is None or not file.tensors:
-        return None
-    listed = index.content.weight_map.keys() if isinstance(index.content, WeightsIndex) else frozenset[str]()
-    held = {tensor.fqn for tensor in file.tensors}
-    lost = {key for key in listed - held if not is_computed(key)}
-    # An index of .bin shards lists each of the tied weights, and a safetensors file holds the first of them.
-    may_be_tied = kind == BIN_INDEX and len(lost) <= _MOST_TIES
-    if held < listed and is_part(lost, listed) and not may_be_tied:
-        return None
-    taken = {
-        loader: next(
-            (one for one in order if (one == kind or one in files) and (loader, one) not in BY_OPTION), None
-        )
-        for loader, order in loaders_of(model, index.name.index).items()
-    }
-    refusing = [loader for loader, first in taken.items() if first == kind]
-    if folder.is_save_state and not folder.has_file(CONFIG):
-        # from_pretrained fails there without the index, too: save_state writes no config.
-        refusing = [loader for loader in refusing if loader != "transformers"]
-    return Replacement(file, not lost, tuple(refusing))

@@ -270,7 +270,7 @@ def diagnose(
             # After a repair, too: by samples alone a difference that it found before would be gone.
             proves = prove or known is not None
             of_families = diagnose_families(
-                folder.root, groups, corrupt, prove=proves, data=data, progress=progress
+                folder.root, groups, existing, corrupt, prove=proves, data=data, progress=progress
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
         of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed), home=home)

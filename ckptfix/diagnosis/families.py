@@ -15,13 +15,12 @@ from ckptfix.checkpoint.filenames import FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.loading_order import (
     BIN_INDEX,
-    BY_OPTION,
-    FILES_IN_MODEL,
-    IN_MODEL,
     SAFE_INDEX,
+    first_loader,
     is_part,
     kind_of,
     loaders_of,
+    loads,
 )
 from ckptfix.checkpoint.pairing import Files
 from ckptfix.diagnosis.findings.base import Finding, as_kind
@@ -78,13 +77,14 @@ class FamilyFindings(NamedTuple):
 def diagnose_families(
     root: Path,
     groups: Sequence[ModelFiles],
+    existing: Collection[PurePosixPath],
     damaged: Collection[PurePosixPath],
     *,
     prove: bool,
     data: bool,
     progress: Progress | None,
 ) -> FamilyFindings:
-    """Find the models that a folder holds twice. ``damaged``: files that lost bytes.
+    """Find the models that a folder holds twice. ``existing``: all of its files. ``damaged``: those that lost bytes.
 
     Samples of the bytes are compared. With ``data`` all of them are, with ``prove`` those of shards without their
     index: it may be written only where the loaders that take it get the same weights. Raises OSError.
@@ -94,22 +94,21 @@ def diagnose_families(
         name = _name(group)
         kind = kind_of(name) if name is not None else None
         if name is not None and name.model is not None and kind is not None:
-            path = group.index_path or group.members[0].path
-            models.setdefault((name.model, name.index), []).append(_Family(kind, path, group))
+            models.setdefault((name.model, name.index), []).append(_Family(kind, group.path, group))
     findings: list[Finding] = []
-    every = [family for families in models.values() for family in families]
-    switches = _second_indexes(groups, every)
-    refused_by = IN_MODEL if _has_two_indexes(groups, every) else ""
+    equal_paths: list[set[PurePosixPath]] = []
+    names = [str(path) for path in existing]
     for (model, index), families in models.items():
         loaders = loaders_of(model, index)
         # The loader that knows most kinds decides which family the others are compared with.
-        order = max(loaders.values(), key=len, default=())
+        order = loaders.get(first_loader(model, index) or "", ())
         families = sorted(
             (family for family in families if family.kind in order),
             key=lambda family: order.index(family.kind),
         )
-        loads = _taken(loaders, [family for family in families if family.is_found])
-        paths = {loader: family.path for loader, family in loads.items()}
+        now = loads(names, model, index)
+        by_name = {str(family.path): family.path for family in families}
+        paths = {loader: by_name[now.taken[loader]] for loader in loaders if now.taken.get(loader) in by_name}
         comparable = [family for family in families if _is_comparable(family.group, damaged)]
         equal = {family.path for family in comparable[:1]}
         for family in comparable[1:]:
@@ -119,7 +118,7 @@ def diagnose_families(
             )
             # Of the model in the indexes, not of an adapter next to it.
             if {SAFE_INDEX, BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
-                of_pair = replace(of_pair, refused_by=refused_by)
+                of_pair = replace(of_pair, refused_by=" and ".join(now.refused_by))
             findings.append(of_pair)
             if isinstance(of_pair, SecondFamily) and of_pair.is_equal:
                 equal.add(family.path)
@@ -130,67 +129,43 @@ def diagnose_families(
             for family in families
             if comparable and family.is_found and _is_damaged(family.group, damaged)
         )
-        for family in families:
-            if family.is_found:
-                continue
-            after = _taken(loaders, [one for one in families if one.is_found or one is family])
-            switches.setdefault(family.path, {}).update(
-                (loader, before.path)
-                for loader, before in loads.items()
-                if after[loader] is family
-                and before.group.is_whole
-                and not {before.path, family.path} <= equal
-            )
-    return FamilyFindings(tuple(findings), switches)
+        equal_paths.append(equal)
+    return FamilyFindings(tuple(findings), _switches(groups, names, equal_paths))
 
 
-def _taken(loaders: Mapping[str, Iterable[str]], families: Iterable[_Family]) -> dict[str, _Family]:
-    """Return the family that each loader takes of those that it finds."""
-    by_kind = {family.kind: family for family in families}
-    return {
-        loader: taken[0]
-        for loader, order in loaders.items()
-        if (taken := [by_kind[kind] for kind in order if kind in by_kind and (loader, kind) not in BY_OPTION])
-    }
-
-
-def _second_indexes(
-    groups: Iterable[ModelFiles], families: Iterable[_Family]
+def _switches(
+    groups: Iterable[ModelFiles], names: Sequence[str], equal_paths: Iterable[Collection[PurePosixPath]]
 ) -> dict[PurePosixPath, dict[str, PurePosixPath]]:
-    """Return the missing indexes with which ``load_checkpoint_in_model`` fails, and the index that it takes now.
+    """Return the missing indexes with which a loader would take another complete model than now, or fail.
 
-    Without a model in one file it takes the only index of the folder, of any model, and refuses a second one.
+    ``equal_paths``: sets of files and indexes with equal weights, between which a loader may switch.
     """
-    if any(family.path.name in FILES_IN_MODEL for family in families):
-        return {}
-    indexes = {
-        group.index_path: group for group in groups if group.index_path is not None and group.stale_of is None
-    }
-    plain = {path: group for path, group in indexes.items() if path.name.endswith(".index.json")}
-    present = [path for path, group in plain.items() if group.index is not None]
-    if len(present) != 1 or not plain[present[0]].is_whole:
-        return {}
-    return {path: {IN_MODEL: present[0]} for path, group in plain.items() if group.index is None}
-
-
-def _has_two_indexes(groups: Iterable[ModelFiles], families: Iterable[_Family]) -> bool:
-    """Return whether ``load_checkpoint_in_model`` refuses the folder: no model in one file, and more than one index."""
-    if any(family.path.name in FILES_IN_MODEL for family in families):
-        return False
-    indexes = {
-        group.index_path for group in groups if group.index_path is not None and group.index is not None
-    }
-    return sum(path.name.endswith(".index.json") for path in indexes) > 1
+    by_name = {str(group.path): group for group in groups if group.members}
+    switches: dict[PurePosixPath, dict[str, PurePosixPath]] = {}
+    for group in groups:
+        name = parse_file_name(group.path.name)
+        if group.index_path is None or group.index is not None or group.is_left_over:
+            continue
+        if name is None or name.model is None:
+            continue
+        now = loads(names, name.model, name.index)
+        after = loads([*names, str(group.path)], name.model, name.index)
+        for loader, taken in now.taken.items():
+            before, next_taken = by_name.get(taken), after.taken.get(loader)
+            if before is None or not before.is_whole or next_taken == taken:
+                continue
+            is_equal = any({before.path, group.path} <= set(paths) for paths in equal_paths)
+            if not (is_equal and next_taken == str(group.path)):
+                switches.setdefault(group.path, {})[loader] = before.path
+    return switches
 
 
 def _name(group: ModelFiles) -> FileName | None:
     """Return the parsed name of the file or the index that a loader looks for, None where no loader finds the group."""
     if group.is_left_over or not group.members:
         return None
-    if group.index_path is None:
-        return group.members[0].name
-    is_found = group.index is not None or group.rivals == 1
-    return parse_file_name(group.index_path.name) if is_found else None
+    is_found = group.index_path is None or group.index is not None or group.rivals == 1
+    return parse_file_name(group.path.name) if is_found else None
 
 
 def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:

@@ -8,15 +8,15 @@ and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetens
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.entries import ModelFiles, stored_size
+from ckptfix.checkpoint.entries import ModelFiles, Replacement, stored_size
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
-from ckptfix.checkpoint.loading_order import Replacement
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
     BlockingIndex,
+    IncompleteShards,
     IndexMismatch,
     LeftoverIndex,
     MissingShard,
@@ -28,6 +28,7 @@ from ckptfix.diagnosis.findings.sharded import (
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
 from ckptfix.storage.reading import open_reader
+from ckptfix.wording import series
 
 
 def diagnose_shards(
@@ -43,6 +44,11 @@ def diagnose_shards(
     for group in groups:
         if group.stale_of is not None:
             findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
+        elif group.replaced is not None and group.index is None:
+            first, *others = (str(shard.path) for shard in group.members)
+            findings.append(
+                IncompleteShards(path=PurePosixPath(first), index=group.replaced.path, others=tuple(others))
+            )
         elif group.index_path is not None and group.replaced is not None:
             findings.append(_left_over(group, group.index_path, group.replaced))
         elif group.index_path is not None and group.missing:
@@ -56,17 +62,18 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
     problem = group.index.problem if group.index is not None else None
     leftover = LeftoverIndex(
         path=path,
-        file=replaced.file.path,
+        file=replaced.path,
         missing=group.missing,
         shards=tuple(member.path for member in group.members),
         problem=problem.message if problem is not None else "",
+        refused_by=series(replaced.refused_by) if replaced.refused_by else "",
     )
-    if not replaced.refused_by:
+    if not replaced.blocked:
         return leftover
     return as_kind(
         BlockingIndex,
         leftover,
-        loaders=replaced.refused_by,
+        loaders=replaced.blocked,
         holds=len(group.listed) if replaced.is_complete else 0,
     )
 

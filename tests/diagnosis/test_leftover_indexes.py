@@ -1,5 +1,6 @@
-"""Indexes that a save left next to the file of a later save, which diffusers alone takes; and a shard without one."""
+"""Indexes and shards that a save left next to another complete save, by what each loader takes."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from ckptfix import check, latest_checkpoint, repair, salvage
+from ckptfix.errors import UsageError
 from tests.diagnosis.test_families import values, write
 from tests.diagnosis.test_odd_indexes import OLDEST, Diffusers, Library, Transformers
+from tests.weight_loaders import REAL
 
 
 def notes(path: Path) -> list[tuple[str, str, str]]:
@@ -214,3 +217,177 @@ def test_no_loader_finds_a_single_shard_without_its_index(
     assert [str(model.path) for model in check(folder.path).understood.models] == [shard.name]
     assert repair(folder.path).status == 0
     assert library.is_loaded(folder)
+
+
+# --- next to a complete model in shards -----------------------------------------------------------------------
+
+SAFE, BIN = INDEXES
+OF_DIFFUSERS = tuple(f"diffusion_pytorch_model.{kind}.index.json" for kind in ("safetensors", "bin"))
+LOADED_FIRST = [(SAFE, BIN), OF_DIFFUSERS]
+
+
+def shards_of(path: Path, index: str) -> list[Path]:
+    return [
+        path / name for name in sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
+    ]
+
+
+def two_saves(path: Path, complete: str, left: str, lost: int) -> None:
+    """Write a complete model in shards, and the index of another one of which this many of two shards are gone."""
+    write(path / complete, values(3))
+    write(path / left, values(5))
+    for shard in shards_of(path, left)[:lost]:
+        shard.unlink()
+
+
+def library_of(index: str) -> str:
+    return "diffusers" if index.startswith("diffusion") else "transformers"
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("pair", LOADED_FIRST, ids=" ".join)
+def test_an_index_that_loaders_pass_over_for_shards_is_a_note(
+    tmp_path: Path, pair: tuple[str, str], lost: int
+) -> None:
+    complete, left = pair
+    two_saves(tmp_path, complete, left, lost)
+    loader = library_of(complete)
+    pytest.importorskip(loader)
+    assert REAL[loader](tmp_path) == 3
+    with pytest.raises(ValueError, match=r"more than one `\.index\.json` file"):
+        REAL["load_checkpoint_in_model"](tmp_path)
+    (tmp_path / "config.json").unlink()
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert (severity, code) == ("note", "index-mismatch")
+    assert sentence.startswith(f"{left} is left over from another save: {lost} listed shard")
+    refusal = "load_checkpoint_in_model refuses a folder with two indexes"
+    assert sentence.endswith(f"; loaders take {complete}; {refusal}")
+    assert check(tmp_path).status == 0
+    salvaged = tmp_path.with_name(f"{tmp_path.name}-salvaged")
+    assert not salvage(tmp_path, salvaged).lost
+    assert REAL["load_checkpoint_in_model"](salvaged) == REAL[loader](salvaged) == 3
+    (tmp_path / left).unlink()
+    for shard in tmp_path.glob("*bin"):
+        shard.unlink()
+    assert notes(tmp_path) == []
+    assert REAL["load_checkpoint_in_model"](tmp_path) == 3
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("pair", LOADED_FIRST, ids=" ".join)
+def test_an_index_that_a_loader_takes_before_complete_shards_is_an_error(
+    tmp_path: Path, pair: tuple[str, str], lost: int
+) -> None:
+    left, complete = pair
+    two_saves(tmp_path, complete, left, lost)
+    loader = library_of(complete)
+    pytest.importorskip(loader)
+    with pytest.raises(FileNotFoundError):
+        REAL[loader](tmp_path)
+    (tmp_path / "config.json").unlink()
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert (severity, code) == ("error", "index-mismatch")
+    assert f"{loader} takes it before {complete}, whose shards hold its 2 tensors, and fails" in sentence
+    (tmp_path / left).unlink()
+    assert REAL["load_checkpoint_in_model"](tmp_path) == 3
+    if loader == "transformers":  # diffusers takes .bin shards with use_safetensors=False alone
+        assert REAL[loader](tmp_path) == 3
+
+
+def test_a_resume_takes_a_checkpoint_with_an_index_that_the_trainer_passes_over(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-2"
+    library = Transformers()
+    library.new().save_pretrained(path, max_shard_size="1KB")
+    write(path / BIN, values(5))
+    without = shards_of(path, BIN)
+    (path / "trainer_state.json").write_text('{"global_step": 2, "log_history": []}')
+    for shard in without:
+        shard.unlink()
+    assert is_equal(resumed_by_trainer(library, path), type(library.model).from_pretrained(path))
+    assert latest_checkpoint(tmp_path) == path
+    (path / SAFE).unlink()
+    with pytest.raises(UsageError, match="no complete checkpoint"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["another model", "a lost shard", "a cut shard", "a cut index"])
+def test_shards_are_missing_where_other_shards_may_not_replace_them(tmp_path: Path, damage: str) -> None:
+    two_saves(tmp_path, SAFE, BIN, 2)
+    first, second = shards_of(tmp_path, SAFE)
+    if damage == "another model":
+        write(tmp_path / BIN, values(5, *(f"b.{number}.weight" for number in range(40)), "a.weight"))
+        for shard in shards_of(tmp_path, BIN):
+            shard.unlink()
+        write(tmp_path / SAFE, values(3, "a.weight", "b.0.weight"))
+    elif damage == "a lost shard":
+        second.unlink()
+    elif damage == "a cut shard":
+        first.write_bytes(first.read_bytes()[:-1])
+    else:
+        (tmp_path / SAFE).write_bytes((tmp_path / SAFE).read_bytes()[:20])
+    assert ("error", "missing-shard") in [one[:2] for one in notes(tmp_path)]
+
+
+# --- shards without an index ----------------------------------------------------------------------------------
+
+COMPLETE = ["model.safetensors", SAFE, "pytorch_model.bin", BIN]
+
+
+@pytest.mark.parametrize("complete", COMPLETE)
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_part_of_the_shards_of_another_save_is_a_warning(
+    tmp_path: Path, complete: str, suffix: str
+) -> None:
+    write(tmp_path / complete, values(3))
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+    shard = tmp_path / f"{stem}-00003-of-00003{suffix}"
+    write(shard, values(5, "b.weight"))
+    for loader in ("transformers", "load_checkpoint_in_model"):
+        assert REAL[loader](tmp_path) == 3
+    (tmp_path / "config.json").unlink()
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert code == "stale-shard"
+    is_next_to_its_index = complete.endswith(f"{suffix}.index.json")
+    assert severity == ("note" if is_next_to_its_index else "warning")
+    assert sentence.endswith(f"loaders take {complete}")
+    write(shard, values(5, "c.weight"))
+    if is_next_to_its_index:
+        # Nothing shows that c.weight is of the model: the index that lists all of the others is complete.
+        assert [one[:2] for one in notes(tmp_path)] == [("note", "stale-shard")]
+    else:
+        assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
+
+
+@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("index", [SAFE, BIN, OF_DIFFUSERS[0]])
+def test_a_shard_that_a_complete_index_does_not_list_is_a_note(
+    tmp_path: Path, index: str, number: int
+) -> None:
+    write(tmp_path / index, values(3))
+    first = shards_of(tmp_path, index)[0]
+    shard = first.with_name(first.name.replace("00001-of-00002", "00003-of-00003"))
+    write(shard, values(number, "b.weight"))
+    loaders = ["load_checkpoint_in_model", library_of(index)]
+    for loader in loaders:
+        pytest.importorskip({"load_checkpoint_in_model": "accelerate"}.get(loader, loader))
+        assert REAL[loader](tmp_path) == 3
+    (tmp_path / "config.json").unlink()
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert (severity, code) == ("note", "stale-shard")
+    assert sentence == f"{shard.name} is left over from another save: loaders take {index}"
+    assert check(tmp_path).status == 0
+
+
+def test_a_set_of_many_shards_is_one_finding(tmp_path: Path) -> None:
+    keys = [f"h.{number}.weight" for number in range(9)]
+    write(tmp_path / "model.safetensors", values(3, *keys))
+    write(tmp_path / BIN, values(5, *keys))
+    shards = shards_of(tmp_path, BIN)
+    for gone in (tmp_path / BIN, *shards[:3]):
+        gone.unlink()
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert (severity, code) == ("warning", "stale-shard")
+    assert sentence == (
+        f"{shards[3].name} and 5 more shards are of an incomplete save: other shards and their index are missing; "
+        "loaders take model.safetensors"
+    )

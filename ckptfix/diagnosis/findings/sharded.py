@@ -297,10 +297,11 @@ class OddIndex(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftoverIndex(Finding):
-    """An index whose shards are gone, next to a file of a later save, which its loaders take before an index.
+    """An index whose shards are gone, next to a complete file or index of another save, which its loaders take before.
 
-    ``missing``: listed shards that are gone. ``shards``: those that are still there. ``problem``: why the index cannot
-    be read, "" for a readable one.
+    ``file``: that file or index. ``missing``: listed shards that are gone. ``shards``: those that are still there.
+    ``problem``: why the index cannot be read, "" for a readable one. ``refused_by``: a loader that refuses the folder,
+    because it has two indexes.
     """
 
     code = IndexMismatch.code
@@ -312,9 +313,14 @@ class LeftoverIndex(Finding):
     missing: tuple[str, ...]
     shards: tuple[PurePosixPath, ...]
     problem: str
+    refused_by: str = ""
 
     def __str__(self) -> str:
-        return f"{self._left_over}; loaders take {self.file}"
+        return f"{self._left_over}; loaders take {self.file}{self._refusal}"
+
+    @property
+    def _refusal(self) -> str:
+        return f"; {self.refused_by} refuses a folder with two indexes" if self.refused_by else ""
 
     @property
     def _left_over(self) -> str:
@@ -355,29 +361,59 @@ class BlockingIndex(LeftoverIndex):
     holds: int
 
     def __str__(self) -> str:
-        held = f", which holds its {count_of(self.holds, 'tensor')}" if self.holds else ""
+        holds = "whose shards hold" if self.file.suffix == ".json" else "which holds"
+        held = f", {holds} its {count_of(self.holds, 'tensor')}" if self.holds else ""
         take, fail = ("takes", "fails") if len(self.loaders) == 1 else ("take", "fail")
-        return f"{self._left_over}; {series(self.loaders)} {take} it before {self.file}{held}, and {fail}"
+        taken = f"{series(self.loaders)} {take} it before {self.file}{held}, and {fail}"
+        return f"{self._left_over}; {taken}{self._refusal}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleShard(Finding):
-    """A shard of another save next to a complete sharded model."""
+    """A shard of another save next to a complete model. ``index``: the index or the file of that model."""
 
     code = "stale-shard"
-    severity = Severity.WARNING
+    severity = Severity.NOTE
     action = Action.TELL
-    meaning = "a shard that the index does not list: another save left it, and loaders ignore it"
+    meaning = (
+        "a shard that no index lists, next to a complete model: another save left it, and loaders ignore it"
+    )
 
     index: PurePosixPath
 
     def __str__(self) -> str:
-        return f"{self.path} is left over: {self.index} does not name it"
+        return f"{self.path} is left over from another save: loaders take {self.index}"
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
+        return f"delete {self.path}, if {self.index} is the save that you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteShards(StaleShard):
+    """Shards without their index, of which some are gone, next to a complete model: a warning.
+
+    Loaders pass over them, but nothing shows whether the save that was interrupted is the later one. ``others``: all
+    of them but the first.
+    """
+
+    severity = Severity.WARNING
+
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        others = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
+        return (
+            f"{self.path}{others} of an incomplete save: other shards and their index are missing; loaders take "
+            f"{self.index}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
+        shards = "these shards" if self.others else str(self.path)
+        return f"delete {shards}, if {self.index} is the save that you want; else copy the shards and their index again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
