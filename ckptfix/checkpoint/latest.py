@@ -148,7 +148,7 @@ def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> b
     family = family_of(folder.name)
     if family is None:
         return False
-    if _holds_files(folder):
+    if holds_files(folder):
         return False
     if may_hold_weights(folder):
         is_run = any(family_of(name) is not None for name in names_in(folder))
@@ -171,10 +171,10 @@ _CONFIGS = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
 
 def family_holds(folder: Path, pattern: str) -> bool:
     """Return whether a numbered folder of a family holds a file of a checkpoint, or a folder of its states."""
-    return any(_holds_files(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
+    return any(holds_files(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
 
 
-def _holds_files(folder: Path) -> bool:
+def holds_files(folder: Path) -> bool:
     """Return whether files of a checkpoint are right in a folder, or in a folder of its states, or cannot be listed."""
     try:
         names = names_in(folder)

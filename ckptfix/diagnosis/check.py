@@ -30,12 +30,13 @@ from ckptfix.diagnosis.findings.incomplete import (
     LeftoverSave,
     MissingFile,
     MissingModel,
+    NestedCheckpoint,
     Salvaged,
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.siblings import Siblings, compared
-from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
 from ckptfix.errors import CkptfixError, UsageError
@@ -282,6 +283,10 @@ def check(
         grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
         bare = judge_bare(folder, grouped.once(resume_problem)) if not pending else None
         if bare is None and not pending and not (target.only is None and lists_models(target.root)):
+            if (inner := nested_checkpoint(folder)) is not None:
+                report = check(inner, data=data, siblings=siblings, resumes=resumes, progress=progress)
+                misplaced = _nested(target.root, inner)
+                return replace(report, findings=(*misplaced, *report.findings)) if misplaced else report
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
     lacking = (
@@ -309,6 +314,13 @@ def check(
         understood=understand(diagnosis),
         not_resumable=_not_resumable(target, findings) if resumes else "",
     )
+
+
+def _nested(outer: Path, inner: Path) -> tuple[NestedCheckpoint, ...]:
+    """Return the finding about a checkpoint in a folder of its own name, none in a folder of another name."""
+    if Path(os.path.abspath(outer)).name != inner.name:
+        return ()
+    return (NestedCheckpoint(path=PurePosixPath(), missing=(), known_by="", outer=str(outer)),)
 
 
 def missing_here(

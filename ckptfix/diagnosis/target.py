@@ -11,7 +11,7 @@ from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.checkpoint.latest import cut_upload, family_holds, is_bare
+from ckptfix.checkpoint.latest import cut_upload, family_holds, holds_files, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.model_configs import (
     MODULES,
@@ -25,7 +25,7 @@ from ckptfix.checkpoint.model_configs import (
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command, existing
-from ckptfix.storage.reading import listed_names, walk
+from ckptfix.storage.reading import listed_names, store_of, walk
 from ckptfix.storage.staged import is_temporary
 from ckptfix.wording import count_of, list_names
 
@@ -112,6 +112,30 @@ def holds_checkpoint(folder: CheckpointFolder) -> bool:
         or any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders))
         or any(deepspeed_folders(folder))
     )
+
+
+_OF_ARCHIVES = "__MACOSX"
+"""Folder with attributes of files that macOS puts into archives."""
+
+
+def nested_checkpoint(folder: CheckpointFolder) -> Path | None:
+    """Return the checkpoint in a sub-folder that is all a folder holds, None for any other folder.
+
+    An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint onto itself.
+    """
+    below = [
+        path for path in folder.subfolders if not path.name.startswith(".") and path.name != _OF_ARCHIVES
+    ]
+    is_alone = len(below) == 1 and all(path.name.startswith(".") for path in folder.strays)
+    if (
+        not is_alone
+        or folder.only is not None
+        or holds_checkpoint(folder)
+        or store_of(folder.root) is not None
+    ):
+        return None
+    inner = folder.root / below[0]
+    return inner if holds_files(inner) else None
 
 
 def _listed(root: Path) -> int:

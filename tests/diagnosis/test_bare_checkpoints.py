@@ -269,7 +269,7 @@ def test_pictures_make_no_checkpoint_of_the_trainer(tmp_path: Path) -> None:
 def test_weights_in_a_sub_folder_alone_are_no_complete_save(tmp_path: Path, said: Said) -> None:
     """A hook of diffusers saves unet/ before save_state writes the rest."""
     for number in (5, 10):
-        leave(save(tmp_path / f"checkpoint_{number}") / "unet", NESTED)
+        leave(save(tmp_path / f"checkpoint_{number}") / "unet", NESTED, "config.json")
     cut = leave(tmp_path / "checkpoint_15", f"unet/{NESTED}")
     by_name, last = documents(said, "check", "-r", tmp_path, status=1)
     assert found(by_name["checkpoint_15"]) == [("interrupted-save", "warning")]

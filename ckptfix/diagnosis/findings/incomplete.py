@@ -181,6 +181,24 @@ class IncompleteCheckpoint(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NestedCheckpoint(IncompleteCheckpoint):
+    """A checkpoint that is one level too deep: in a folder of its own name, ``outer``, which holds nothing else."""
+
+    outer: str
+
+    def __str__(self) -> str:
+        return f"{self.outer} holds this folder of the same name, and no file of a checkpoint itself"
+
+    @property
+    def advice(self) -> str:
+        """Advice to move the files, or to name the inner folder."""
+        return (
+            "load_state and the Trainer find no checkpoint in the outer folder; load this one, or move its files up a "
+            "level"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FewerRanks(IncompleteCheckpoint):
     """Random states that one neighbour has: a run that resumed with fewer processes has none, so no status changes."""
 
