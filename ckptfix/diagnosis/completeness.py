@@ -287,6 +287,22 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
         yield STATES_ALONE
 
 
+def _only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words that a model with one tensor without elements may have had more of them.
+
+    accelerate takes them for tensors that share their memory, which begins at address 0, and saves the first of them
+    in safetensors alone (1.0 to 1.15, ``clean_state_dict_for_safetensors``). ``load_state`` misses the others.
+    """
+    for component in folder.components if folder.is_save_state else ():
+        if component.name.suffix == ".safetensors" and component.name.load_order is not None:
+            empty = [tensor.fqn for tensor in component.tensors if 0 in tensor.shape]
+            if len(empty) == 1:
+                yield (
+                    f"tensors without elements: {component.path} has {empty[0]!r}; of several, save_state keeps "
+                    "only the first one in safetensors, and load_state fails (safe_serialization=False keeps all)"
+                )
+
+
 def lost_step(folder: CheckpointFolder) -> str | None:
     """Return in words that a ``save_state`` folder has no random states, which it always writes, None for others."""
     roles = {role for role, _ in parts_of(_paths(folder))}
@@ -445,6 +461,7 @@ def diagnose_save(
             unchecked += (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
+        unchecked += _only_empty_tensors(folder)
     return SaveDiagnosis(findings, unchecked, [])
 
 

@@ -64,3 +64,55 @@ def test_two_models_of_equal_shapes_are_listed_as_not_checked(tmp_path: Path) ->
     assert check(root).findings == ()
     assert "whether model_1.safetensors lost its tensors" in " ".join(check(root).not_checked)
     assert "lost its tensors" not in " ".join(check(healthy).not_checked)
+
+
+# Tensors without elements, of which accelerate keeps only the first one.
+
+
+class Sparse(nn.Module):  # type: ignore[misc]
+    """A layer, and buffers and parameters of these kinds without elements."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        for number, kind in enumerate(kinds):
+            if kind == "buffer":
+                self.register_buffer(f"empty_{number}", torch.empty(0, number))
+            else:
+                self.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, number)))
+
+
+def _prepared(kinds: tuple[str, ...]) -> Accelerator:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = Sparse(*kinds)
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    model.layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return accelerator
+
+
+@pytest.mark.parametrize("is_safe", [True, False])
+@pytest.mark.parametrize(
+    "kinds", [("buffer",), ("parameter",), ("buffer", "buffer"), ("parameter", "buffer"), ("parameter",) * 3]
+)
+def test_accelerate_keeps_one_tensor_without_elements(
+    tmp_path: Path, kinds: tuple[str, ...], is_safe: bool
+) -> None:
+    _prepared(kinds).save_state(str(tmp_path / "folder"), safe_serialization=is_safe)
+    report = check(tmp_path / "folder")
+    assert report.status == 0
+    words = "tensors without elements: model.safetensors has 'empty_0'"
+    assert any(words in sentence for sentence in report.not_checked) is is_safe
+    if is_safe and len(kinds) > 1:
+        with pytest.raises(RuntimeError, match=r"Missing key.*empty_1"):
+            _prepared(kinds).load_state(str(tmp_path / "folder"))
+    else:
+        _prepared(kinds).load_state(str(tmp_path / "folder"))
+
+
+def test_a_model_without_such_tensors_has_no_line(tmp_path: Path) -> None:
+    (folder,) = saves(tmp_path, (1,))
+    assert not any("without elements" in sentence for sentence in check(folder).not_checked)
