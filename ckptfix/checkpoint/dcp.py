@@ -231,12 +231,12 @@ def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
         below = (
             path for path in paths.values() if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
         )
-        yield name_scope((*prefix, STATE_KEY), OPTIMIZER_STATE, (path[depth] for path in below))
+        yield _name_scope((*prefix, STATE_KEY), OPTIMIZER_STATE, (path[depth] for path in below))
     for prefix, keys in flattened_optimizers(paths.values()).items():
-        yield name_scope(prefix, FLATTENED, flattened_names(keys))
+        yield _name_scope(prefix, FLATTENED, flattened_names(keys))
 
 
-def unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
+def _unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
     """Yield each item of a flattened optimizer whose key contains no fqn of a group: DCP's name, and the key."""
     paths = paths_of(metadata)
     for prefix, keys in flattened_optimizers(paths.values()).items():
@@ -290,10 +290,10 @@ def _state_dicts(
         begin = dotted(common_wrappers(names))
         names += [name for name in objects if begin and name.startswith(begin)]
         if names:
-            yield name_scope(prefix, "state dict", names, is_model=prefix == first)
+            yield _name_scope(prefix, "state dict", names, is_model=prefix == first)
 
 
-def name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False) -> NameScope:
+def _name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False) -> NameScope:
     """Return the scope of these keys, each once, without numbers."""
     names = tuple(dict.fromkeys(step for step in steps if type(step) is str))
     if kind != "state dict" and all(map(str.isdecimal, names)):
@@ -438,7 +438,7 @@ def _scan(root: Path, path: PurePosixPath) -> DcpFolder:
         if path / named not in files and (file := _file(root / path / named)) is not None:
             files[path / named] = file
     items = _Items(root, path, metadata, files)
-    for fqn, key in unmatched_keys(metadata):
+    for fqn, key in _unmatched_keys(metadata):
         items.unread[fqn] = (
             f"{key!r:.200} has no name of a parameter group, so where its name ends is not known"
         )
@@ -605,7 +605,7 @@ class _Items:
                 f"its pickle makes an object of {unknown[0]:.200}, which is never done to look"
             )
         for path, kind, texts in listed:
-            scope = name_scope(path, kind, (text.value for text in texts))
+            scope = _name_scope(path, kind, (text.value for text in texts))
             self.scopes.append(scope)
             self.listed[scope.path, kind] = NamesInItem(
                 item.fqn, tuple((text.site, text.value) for text in texts)

@@ -379,7 +379,7 @@ def _changed(
             yield CrcMismatch(path=path, record=record.name, tensors=(item.fqn,))
 
 
-NO_WRAPPER_HERE = "the optimizer has these keys without a wrapper"
+_NO_WRAPPER_HERE = "the optimizer has these keys without a wrapper"
 """The evidence for a repair to keys without any wrapper."""
 
 
@@ -583,7 +583,7 @@ def _judge(
                 chain=scope.chain,
                 target=target if belongs and (is_follower or to_bare) else collapse(scope.chain),
                 names=len(scope.names),
-                evidence=NO_WRAPPER_HERE if to_bare else evident[judge],
+                evidence=_NO_WRAPPER_HERE if to_bare else evident[judge],
                 assumed=not to_bare,
             )
         elif scope.kind == STATE_DICT and (scope.chain or inner_wrappers(scope.names)):

@@ -79,10 +79,10 @@ class OptimizerKind(NamedTuple):
 
     def moments_with(self, options: Mapping[str, object]) -> tuple[str, ...]:
         """Return the moments of a parameter in a group with these options."""
-        return (*self.moments, *(state for state, name in self.optional.items() if is_on(options.get(name))))
+        return (*self.moments, *(state for state, name in self.optional.items() if _is_on(options.get(name))))
 
 
-def is_on(value: object) -> bool:
+def _is_on(value: object) -> bool:
     """Return whether an option has a value that adds a state: True, or a momentum above 0."""
     return isinstance(value, bool | int | float) and value > 0
 

@@ -201,7 +201,7 @@ def _weights_of(
     return Weights(
         shapes=shapes,
         counts=counts,
-        empty=next((str(one.path) for one in files if holds_nothing(one)), ""),
+        empty=next((str(one.path) for one in files if _holds_nothing(one)), ""),
         every=frozenset(shape for of_name in shapes.values() for shape in of_name),
         tensors=len(in_folders) + sum(max(map(len, formats.values())) for formats in families.values()),
         models=[in_folders, *(in_format for formats in families.values() for in_format in formats.values())],
@@ -223,7 +223,7 @@ def _weights_of(
     )
 
 
-def holds_nothing(component: Component) -> bool:
+def _holds_nothing(component: Component) -> bool:
     """Return whether a file was read and holds no tensor, as ``save_state`` leaves it for a module without any."""
     return component.problem is None and component.name.shard is None and not component.tensors
 

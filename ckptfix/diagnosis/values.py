@@ -32,7 +32,7 @@ _NEAR = 16
 """Bytes next to a run of zeros that show if the zeros go on, as in a row of zeros, or if a page ends there."""
 
 
-class Lost(Enum):
+class _Lost(Enum):
     """Signs that zeros were never written. The value continues the words "zeros that"."""
 
     PAGES = "begin and end with a page of the disk"
@@ -40,14 +40,14 @@ class Lost(Enum):
     END = "fill it from there to its end"
 
 
-def lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> Lost | None:
+def _lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> _Lost | None:
     """Return the sign that a run of zero pages was lost; None for zeros that a model may have.
 
     ``may_be_zero``: a tensor of that key and dtype is intentionally all zero in many models.
     """
     try:
         if _is_torn(tensor, run, files, may_be_zero):
-            return Lost.PAGES
+            return _Lost.PAGES
         return _is_cut(tensor, run, files, may_be_zero)
     except (OSError, ChangedError):
         return None
@@ -75,7 +75,7 @@ def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero
     return (from_start or any(before[-_NEAR:])) and (to_end or any(after[:_NEAR]))
 
 
-def _is_cut(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> Lost | None:
+def _is_cut(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> _Lost | None:
     """Say whether zeros begin or end where no row does, as those of a cut file that was made long again.
 
     Rows that are zero begin and end as rows; columns that are zero are zero in the row above, too.
@@ -89,12 +89,12 @@ def _is_cut(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero:
     if begin == 0:
         return None
     if len(tensor.shape) < 2 or row == tensor.nbytes:
-        return Lost.END if end == tensor.nbytes else None
+        return _Lost.END if end == tensor.nbytes else None
     if end - begin < 2 * row or begin % row == 0 or (end % row == 0 and end != tensor.nbytes):
         return None  # less than one whole row, or what rows are made of
     above = max(0, begin - row)
     left = begin // row * row  # the end of the row above
-    return Lost.ROWS if any(_read(files, run.piece, above, left)) else None
+    return _Lost.ROWS if any(_read(files, run.piece, above, left)) else None
 
 
 def _exact(files: OpenFiles, run: "ZeroRun", width: int) -> tuple[int, int]:
@@ -225,7 +225,7 @@ def judge_values(
                 yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
 
 
-def is_mask(fqn: str) -> bool:
+def _is_mask(fqn: str) -> bool:
     """Return whether a tensor is a mask by its name: Inf and runs of zeros in it are intended, NaN is not."""
     return _MASK.search(fqn.rpartition(".")[2]) is not None
 
@@ -290,13 +290,13 @@ def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[
     if scan is None:
         return
     if scan.nan or scan.inf:
-        is_meant = not scan.nan and is_mask(tensor.fqn)
+        is_meant = not scan.nan and _is_mask(tensor.fqn)
         yield "nonfinite", Severity.NOTE if is_meant else Severity.WARNING, _nonfinite(scan)
-    if scan.is_zero or is_mask(tensor.fqn):
+    if scan.is_zero or _is_mask(tensor.fqn):
         return
     may_be_zero = not _must_not_be_zero(tensor)
-    found = {run: kind for run in scan.zero_runs or () if (kind := lost(tensor, run, files, may_be_zero))}
-    for kind in Lost:
+    found = {run: kind for run in scan.zero_runs or () if (kind := _lost(tensor, run, files, may_be_zero))}
+    for kind in _Lost:
         runs = [run for run, of in found.items() if of is kind]
         if runs:
             size = human_size(sum(run.end - run.begin for run in runs))

@@ -49,7 +49,7 @@ def nested_evidence(processes: int | None) -> str:
     return f"saved by {processes} processes" if processes > 1 else ""
 
 
-def is_undecided(processes: int | None) -> bool:
+def _is_undecided(processes: int | None) -> bool:
     """Return whether the number of processes, the only evidence for nested wrappers, leaves the decision to the user.
 
     ``save_state`` takes one DistributedDataParallel off. So the script itself wraps its model as often as the keys
@@ -185,7 +185,7 @@ class _Verdicts:
         evidence = nested_evidence(processes)
         if not evidence:
             return None
-        undecided = is_undecided(processes) and not is_proven
+        undecided = _is_undecided(processes) and not is_proven
         if any(name.role in _OF_WEIGHTS for name in map(parse_file_name, self._folder.unscanned) if name):
             # Another shard, the index, or the model of which this one is an average.
             evidence, undecided = "the other weights of the folder, which may show why, were not read", True
