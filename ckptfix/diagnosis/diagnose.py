@@ -18,7 +18,7 @@ from ckptfix.diagnosis.bundled_optimizers import bundles_of, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
-from ckptfix.diagnosis.empty_optimizers import diagnose_empty_optimizers
+from ckptfix.diagnosis.empty_optimizers import diagnose_empty_bundles, diagnose_empty_optimizers
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
 from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import (
@@ -257,13 +257,16 @@ def diagnose(
         findings += of_optimizers.findings
         bundles = list(bundles_of(folder, unreliable))
         findings += (finding for bundle in bundles for finding in bundle.findings)
+        findings += diagnose_empty_bundles(folder, bundles)
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
         trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:
             findings += diagnose_schedules(folder, optimizers, damaged)
             step = trainer.step if not folder.is_save_state else None
             findings += diagnose_progress(folder, optimizers, damaged, home or folder.root, step)
-            findings += diagnose_empty_optimizers(folder, optimizers, damaged, home or folder.root, step)
+            findings += diagnose_empty_optimizers(
+                folder, sharded, optimizers, damaged, home or folder.root, step
+            )
             findings += diagnose_empty_schedulers(folder, home or folder.root)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:

@@ -6,17 +6,23 @@ each step that is not skipped. A script may move a scheduler by itself, so that 
 checkpoint with moments shows that the optimizer made steps, unless the script began another one since then.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.diagnosis.bundled_optimizers import Bundle
 from ckptfix.diagnosis.findings.inconsistent import EmptyOptimizer, LostMoments
 from ckptfix.diagnosis.optimizer_kinds import kind_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
-from ckptfix.formats.pickle_tree import child, is_dict_like
+from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import count_of
 
@@ -26,6 +32,7 @@ _MOST_MOVES = 1 << 53
 
 def diagnose_empty_optimizers(
     folder: CheckpointFolder,
+    sharded: Sequence[DcpFolder],
     optimizers: Sequence[SavedOptimizer],
     damaged: frozenset[PurePosixPath],
     home: Path,
@@ -34,21 +41,31 @@ def diagnose_empty_optimizers(
     """Yield the optimizers without states that made steps by the files next to them.
 
     ``damaged``: files with another finding. ``home``: where the checkpoints next to this one are. ``step``: of
-    ``trainer_state.json``, None in a folder of accelerate.
+    ``trainer_state.json``, None in a folder of accelerate. The options of a DCP folder have no values there, so that
+    only an earlier checkpoint shows that its optimizer keeps states.
     """
+    counts = Counter(saved.path for saved in optimizers)
+    in_dcp = {state.path for state in sharded}
     empty = {
-        saved.index: saved
+        saved.path: saved
         for saved in optimizers
-        if saved.path not in damaged and saved.values and _keeps_states(saved) and not _has_states(saved)
+        if saved.path not in damaged
+        and counts[saved.path] == 1
+        and (saved.path in in_dcp or _keeps_states(saved))
+        and not _has_states(saved)
     }
     if not empty:
         return
     earlier = _with_states(empty, home)
     moves = _moves(folder)
-    for index, saved in empty.items():
-        kind, evidence = EmptyOptimizer, ""
-        if index in earlier:
-            kind, evidence = LostMoments, f"{earlier[index]} before it has them"
+    for path, saved in empty.items():
+        kind, evidence, parameters = EmptyOptimizer, "", len(set(saved.parameters))
+        if path in earlier:
+            name, trained = earlier[path]
+            kind, evidence = LostMoments, f"{name} before it has them"
+            parameters = parameters or len(trained.states)
+        elif path in in_dcp:
+            continue
         elif step and moves:
             kind, evidence = LostMoments, f"{TRAINER_STATE} is of step {step}"
         elif step:
@@ -56,7 +73,62 @@ def diagnose_empty_optimizers(
         elif moves and len(optimizers) == 1:
             evidence = f"its scheduler made {count_of(moves, 'step')}"
         if evidence:
-            yield kind(path=saved.path, names=(), parameters=len(set(saved.parameters)), evidence=evidence)
+            yield kind(
+                path=path, names=(), parameters=parameters, evidence=evidence, is_in_dcp=path in in_dcp
+            )
+
+
+def diagnose_empty_bundles(folder: CheckpointFolder, bundles: Sequence[Bundle]) -> Iterator[EmptyOptimizer]:
+    """Yield the optimizers without states inside files that made steps by a scheduler there, or by an earlier file."""
+    files = {component.path: component.content for component in folder.components}
+    trained: defaultdict[tuple[str, str], list[tuple[list[int], SavedOptimizer]]] = defaultdict(list)
+    for bundle in bundles:
+        for saved in bundle.optimizers:
+            if _has_states(saved):
+                trained[_DIGITS.sub("#", str(saved.path)), saved.key].append((_numbers(saved.path), saved))
+    for of_name in trained.values():
+        of_name.sort(key=itemgetter(0))
+    for bundle in bundles:
+        for saved in bundle.optimizers:
+            if _has_states(saved) or not _keeps_states(saved):
+                continue
+            numbers = _numbers(saved.path)
+            earlier = next(
+                (
+                    str(there.path)
+                    for numbers_there, there in reversed(
+                        trained[_DIGITS.sub("#", str(saved.path)), saved.key]
+                    )
+                    if numbers_there != numbers
+                    and all(first <= second for first, second in zip(numbers_there, numbers, strict=True))
+                    and (saved.options, saved.groups) == (there.options, there.groups)
+                ),
+                "",
+            )
+            file = files[saved.path]
+            moves = _moves_inside(file) if isinstance(file, TorchFile) and len(bundle.optimizers) == 1 else 0
+            evidence = f"its scheduler made {count_of(moves, 'step')}" if moves else ""
+            if earlier:
+                evidence = f"{earlier} before it has them"
+            if evidence:
+                yield (LostMoments if earlier else EmptyOptimizer)(
+                    path=saved.path,
+                    key=saved.key,
+                    names=(),
+                    parameters=len(set(saved.parameters)),
+                    evidence=evidence,
+                )
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _numbers(path: PurePosixPath) -> list[int]:
+    """Return the numbers in a name such as ``epoch=3-step=120.ckpt``: a later file has none that is smaller."""
+    return [int(digits[:_MOST_DIGITS]) for digits in _DIGITS.findall(str(path))]
+
+
+_MOST_DIGITS = 18
 
 
 def _keeps_states(saved: SavedOptimizer) -> bool:
@@ -73,21 +145,28 @@ def _has_states(saved: SavedOptimizer) -> bool:
     return any(saved.states.values()) or bool(saved.strangers or saved.unusable)
 
 
-def _with_states(empty: dict[int, SavedOptimizer], home: Path) -> dict[int, str]:
-    """Return the earlier checkpoints in which the optimizers of these positions have states."""
-    having: dict[int, str] = {}
+def _with_states(
+    empty: Mapping[PurePosixPath, SavedOptimizer], home: Path
+) -> dict[PurePosixPath, tuple[str, SavedOptimizer]]:
+    """Return the earlier checkpoints in which the optimizers of these paths have states, by their names."""
+    having: dict[PurePosixPath, tuple[str, SavedOptimizer]] = {}
     for name, is_earlier, path in neighbours(home):
         # A run may delete it now.
         with suppress(OSError):
             if not is_earlier:
                 continue
             there = scan_folder(path, wanted=lambda file: file.role is Role.OPTIMIZER)
-            for saved in saved_optimizers(there, ()):
-                own = empty.get(saved.index)
-                is_same = own is not None and saved.options == own.options and saved.groups == own.groups
+            for saved in saved_optimizers(there, scan_dcp_folders(there)):
+                own = empty.get(saved.path)
+                is_same = own is not None and saved.options == own.options and _sets(saved) == _sets(own)
                 if is_same and any(saved.states.values()):
-                    having.setdefault(saved.index, name)
+                    having.setdefault(saved.path, (name, saved))
     return having
+
+
+def _sets(saved: SavedOptimizer) -> list[frozenset[str]]:
+    """Return the parameters of each param group. DCP has no order of them in flattened keys."""
+    return [frozenset(group) for group in saved.groups]
 
 
 def _moves(folder: CheckpointFolder) -> int:
@@ -95,6 +174,17 @@ def _moves(folder: CheckpointFolder) -> int:
     schedulers = [one for one in folder.components if one.role is Role.SCHEDULER]
     if len(schedulers) != 1 or not isinstance(schedulers[0].content, TorchFile):
         return 0
-    state = schedulers[0].content.tree.root
+    return _moves_of(schedulers[0].content.tree.root)
+
+
+def _moves_inside(file: TorchFile) -> int:
+    """Return how often the only scheduler in a file was moved, 0 where that is not known."""
+    root = file.tree.root
+    values = [value for key, value in pairs(root) if type(key) is Text and "sched" in key.value.lower()]
+    schedulers = [part for value in values for part in (items_of(value) or (value,)) if is_dict_like(part)]
+    return _moves_of(schedulers[0]) if len(schedulers) == 1 else 0
+
+
+def _moves_of(state: Any) -> int:
     moves = child(state, "last_epoch") if is_dict_like(state) else None
     return moves if type(moves) is int and 0 < moves < _MOST_MOVES else 0

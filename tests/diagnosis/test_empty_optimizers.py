@@ -60,6 +60,128 @@ def test_an_earlier_checkpoint_shows_that_the_moments_are_lost(tmp_path: Path, n
         assert latest_checkpoint(tmp_path) == middle
 
 
+def in_dcp(root: Path, state: Any, layout: str) -> None:
+    """Save an optimizer as scripts with DCP do, or as accelerate does next to its random states."""
+    import torch.distributed.checkpoint as dcp
+
+    if layout == "accelerate":
+        (root / "optimizer.bin").unlink()
+        root = root / "optimizer_0"
+    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(root), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["named", "flattened", "numbered"])
+@pytest.mark.parametrize("layout", ["accelerate", "alone"])
+def test_an_earlier_dcp_folder_shows_that_the_moments_are_lost(
+    tmp_path: Path, layout: str, form: str
+) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    build, make = RUNS["adamw"]
+    model = build()
+    optimizer = make(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    for number in range(3):
+        run(model, optimizer, 1)
+        state = (
+            optimizer.state_dict()
+            if form == "numbered"
+            else get_optimizer_state_dict(model, optimizer, options=options)
+        )
+        if number == 2:
+            # torch flattens to keys such as "state.0.weight.exp_avg".
+            state = {
+                key: {} if key == "state" else value for key, value in state.items() if "state." not in key
+            }
+        root = tmp_path / f"checkpoint_{number}"
+        if layout == "accelerate":
+            save(root, [model], [optimizer])
+        in_dcp(root, state, layout)
+    begin, middle, last = sorted(tmp_path.iterdir())
+    assert told(begin) == told(middle) == []
+    place = last / "optimizer_0" if layout == "accelerate" else last
+    if form != "numbered":
+        wanted = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+        with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(place), no_dist=True)
+    count = len(list(model.parameters()))
+    where = place.relative_to(last)
+    assert told(last) == [
+        f"{where}: none of {count} parameters has moments, and checkpoint_1 before it has them"
+    ]
+    report = check(last)
+    assert report.status == 1
+    assert "dcp.load fails, or the moments start at zero" in report.findings[0].advice
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+def test_healthy_dcp_folders_have_no_such_finding(tmp_path: Path, name: str) -> None:
+    """get_optimizer_state_dict makes states for an optimizer without a step, and a plain state_dict() has none."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    build, make = RUNS[name]
+    model = build()
+    optimizer = make(model)
+    in_dcp(tmp_path / "named/step_0", get_optimizer_state_dict(model, make(model)), "alone")
+    for number in range(2):
+        in_dcp(tmp_path / f"numbered/step_{number}", optimizer.state_dict(), "alone")
+        run(model, optimizer, 1)
+        in_dcp(tmp_path / f"named/step_{number + 1}", get_optimizer_state_dict(model, optimizer), "alone")
+    for root in tmp_path.glob("*/step_*"):
+        assert told(root) == []
+
+
+def bundle(path: Path, model: Any, optimizer: Any, **more: Any) -> None:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
+
+
+def clear_inside(path: Path) -> None:
+    content = torch.load(path, weights_only=False)
+    content["optimizer"]["state"] = {}
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("muon", "lbfgs")])
+def test_an_earlier_file_with_the_model_shows_that_the_moments_are_lost(tmp_path: Path, name: str) -> None:
+    build, make = RUNS[name]
+    model = build()
+    optimizer = make(model)
+    for number in (8, 9, 10):
+        bundle(tmp_path / f"epoch={number}-step={100 * number}.ckpt", model, optimizer)
+        run(model, optimizer, 1)
+    begin, middle, last = (tmp_path / f"epoch={number}-step={100 * number}.ckpt" for number in (8, 9, 10))
+    assert told(tmp_path) == []
+    keeps = bool(torch.load(last, weights_only=False)["optimizer"]["state"])
+    clear_inside(last)
+    count = len(list(model.parameters()))
+    words = f"optimizer: none of {count} parameter{'s' * (count > 1)} has moments, and {middle.name} before it has them"
+    assert told(tmp_path) == ([f"{last.name}: {words}"] if keeps else [])
+    assert check(tmp_path).status == int(keeps)
+    begin.rename(tmp_path / "epoch=11-step=1100.ckpt")
+    middle.unlink()
+    assert told(tmp_path) == [], "a later file shows nothing"
+
+
+@pytest.mark.parametrize("key", ["scheduler", "lr_schedulers"])
+def test_a_scheduler_in_the_file_that_moved_is_a_note(tmp_path: Path, key: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    path = tmp_path / "last.pt"
+    for moved in (0, 3):
+        for _ in range(moved):
+            optimizer.step()
+            scheduler.step()
+        state = scheduler.state_dict()
+        bundle(path, model, optimizer, **{key: [state] if key == "lr_schedulers" else state})
+        expected = ["last.pt: optimizer: none of 2 parameters has moments, and its scheduler made 3 steps"]
+        assert told(path) == (expected if moved else [])
+        assert check(path).status == 0
+
+
 def test_a_later_checkpoint_shows_nothing(tmp_path: Path) -> None:
     build, make = RUNS["adamw"]
     model = build()

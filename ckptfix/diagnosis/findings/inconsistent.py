@@ -516,6 +516,7 @@ class EmptyOptimizer(MissingMoments):
     """An optimizer without moments in a run that seems to have made steps. ``evidence``: of them, in words."""
 
     evidence: str
+    is_in_dcp: bool = False
 
     def __str__(self) -> str:
         return (
@@ -545,10 +546,13 @@ class LostMoments(EmptyOptimizer):
     @property
     def advice(self) -> str:
         """Advice to use another file, and the explanation of a script."""
+        effect = "the load takes it without an error, and the moments start at zero"
+        if self.is_in_dcp:
+            # dcp.load into the state of get_state_dict() asks for every moment, and into an empty one for none.
+            effect = "dcp.load fails, or the moments start at zero"
         return (
-            "the load takes it without an error, and the moments start at zero: copy the file again from where it "
-            "came, or resume from another checkpoint. If the script began a new optimizer just before this save, "
-            "ignore this"
+            f"{effect}: copy the file again from where it came, or resume from another checkpoint. If the script began "
+            "a new optimizer just before this save, ignore this"
         )
 
 
