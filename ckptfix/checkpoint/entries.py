@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind, is_unreadable
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, is_computed, shared_chain
-from ckptfix.checkpoint.loading_order import BIN_INDEX, first_loader, is_part, kind_of, loads
+from ckptfix.checkpoint.loading_order import (
+    BIN_INDEX,
+    ModelNames,
+    first_loader,
+    is_part,
+    kind_of,
+    loads,
+    model_names,
+)
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
@@ -206,28 +214,41 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
     return tuple(_replaced(folder, groups))
 
 
-def _replaced(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Iterator[ModelFiles]:
-    """Yield the groups, those that lack shards with what loaders take in their place.
+def _replaced(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Sequence[ModelFiles]:
+    """Return the groups, those that lack shards with what loaders take in their place.
 
     A damaged index without a shard lacks all of them.
     """
-    for group in groups:
-        alone = group.members[0] if group.index_path is None and group.members else None
-        if alone is not None and alone.role is Role.WEIGHTS_INDEX and alone.problem is not None:
-            index_alone = ModelFiles(members=(), index_path=alone.path, index=alone)
-            replaced = _replacement(folder, index_alone, groups)
-            yield group if replaced is None else replace(index_alone, replaced=replaced)
-        elif group.index_path is not None and group.missing:
-            yield replace(group, replaced=_replacement(folder, group, groups))
-        else:
-            yield group
+    lacking = {
+        group: ModelFiles(members=(), index_path=group.path, index=group.members[0])
+        if group.index_path is None
+        else group
+        for group in groups
+        if group.missing or _is_damaged_index(group)
+    }
+    if not lacking:
+        return groups
+    names = model_names(map(str, (*folder.strays, *(component.path for component in folder.components))))
+    by_name = {str(group.path): group for group in groups if group.members}
+    replaced = {
+        group: replace(shards, replaced=replacement)
+        for group, shards in lacking.items()
+        if (replacement := _replacement(folder, shards, by_name, names)) is not None
+    }
+    return [replaced.get(group, group) for group in groups]
+
+
+def _is_damaged_index(group: ModelFiles) -> bool:
+    """Return whether a group is a damaged index without a shard."""
+    alone = group.members[0] if group.index_path is None and group.members else None
+    return alone is not None and alone.role is Role.WEIGHTS_INDEX and alone.problem is not None
 
 
 _MOST_TIES = 16
 
 
 def _replacement(
-    folder: CheckpointFolder, group: ModelFiles, groups: Iterable[ModelFiles]
+    folder: CheckpointFolder, group: ModelFiles, by_name: Mapping[str, ModelFiles], names: ModelNames
 ) -> Replacement | None:
     """Return the complete file or index of a model that loaders take in place of these shards, None without one.
 
@@ -239,11 +260,9 @@ def _replacement(
     loader = first_loader(name.model, name.index)
     if loader is None or (group.index is not None and is_unreadable(group.index)):
         return None
-    names = [*map(str, folder.strays), *(str(component.path) for component in folder.components)]
     now = loads(names, name.model, name.index)
-    without = loads([one for one in names if one != str(group.path)], name.model, name.index)
-    path = without.taken.get(loader) or without.by_option.get(loader)
-    file = next((one for one in groups if str(one.path) == path and one.members), None)
+    without = loads(names, name.model, name.index, removed=str(group.path))
+    file = by_name.get(without.taken.get(loader) or without.by_option.get(loader, ""))
     if file is None or not file.is_whole or (file.index_path is not None and file.read_index is None):
         return None
     held = {tensor.fqn for member in file.members for tensor in member.tensors}

@@ -4,7 +4,7 @@ A save deletes the shards of the save before it and leaves their index: ``save_p
 diffusers 0.42 do. transformers then loads the one file, and diffusers fails, because it looks for an index first.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, ModelName, Role, parse_file_name
@@ -22,8 +22,8 @@ _STEMS = {
 """Stem of a file name -> the kinds of family that a loader looks for under it."""
 
 IN_MODEL = "load_checkpoint_in_model"
-FILES_IN_MODEL = ("model.safetensors", "pytorch_model.bin")
-"""Files that it takes before an index; without them it takes the only index of the folder, of any model."""
+"""The loader that takes the only index of a folder, of any model, where no file holds the first model."""
+_IN_ONE_FILE = ModelName("model")
 
 _LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
@@ -71,6 +71,30 @@ def loaders_of(model: ModelName, position: int) -> dict[str, tuple[str, ...]]:
     }
 
 
+class ModelNames(NamedTuple):
+    """The names of files in a folder for which loaders look, parsed once: a folder may have thousands of models.
+
+    ``kinds``: model and position -> kind of family -> name. ``indexes``: of all models.
+    """
+
+    kinds: Mapping[tuple[ModelName, int], Mapping[str, str]]
+    indexes: frozenset[str]
+
+
+def model_names(names: Iterable[str]) -> ModelNames:
+    """Return the names for which loaders look, of all files in a folder."""
+    kinds: dict[tuple[ModelName, int], dict[str, str]] = {}
+    indexes = set()
+    for name in names:
+        parsed = parse_file_name(name)
+        kind = kind_of(parsed) if parsed is not None else None
+        if parsed is not None and parsed.model is not None and kind is not None:
+            kinds.setdefault((parsed.model, parsed.index), {})[kind] = name
+        if name.endswith(".index.json"):
+            indexes.add(name)
+    return ModelNames(kinds, frozenset(indexes))
+
+
 class Loads(NamedTuple):
     """The file or index of a model that each loader takes, by the names of the files in a folder.
 
@@ -83,30 +107,30 @@ class Loads(NamedTuple):
     refused_by: tuple[str, ...]
 
 
-def loads(names: Collection[str], model: ModelName, position: int = 0) -> Loads:
+def loads(
+    names: ModelNames, model: ModelName, position: int = 0, *, added: str = "", removed: str = ""
+) -> Loads:
     """Return what each loader takes of a model in a folder with files of these names, damaged or not.
 
-    ``load_checkpoint_in_model`` may take the index of another model.
+    ``load_checkpoint_in_model`` may take the index of another model. ``added``, ``removed``: the name of an index of
+    this model with which, or without which, the folder is judged.
     """
-    kinds: dict[str, str] = {}
-    for name in names:
-        parsed = parse_file_name(name)
-        if parsed is not None and (parsed.model, parsed.index) == (model, position):
-            kind = kind_of(parsed)
-            if kind is not None:
-                kinds[kind] = name
+    kinds = {kind: name for kind, name in names.kinds.get((model, position), {}).items() if name != removed}
+    if added and (parsed := parse_file_name(added)) is not None and (kind := kind_of(parsed)) is not None:
+        kinds[kind] = added
     taken: dict[str, str] = {}
     by_option: dict[str, str] = {}
     for loader, order in loaders_of(model, position).items():
         for kind in order:
             if kind in kinds:
                 (by_option if (loader, kind) in BY_OPTION else taken).setdefault(loader, kinds[kind])
-    indexes = [name for name in names if name.endswith(".index.json")]
     refused_by: tuple[str, ...] = ()
-    if not any(name in names for name in FILES_IN_MODEL):
-        if len(indexes) == 1:
-            taken[IN_MODEL] = indexes[0]
-        elif indexes:
+    if not names.kinds.get((_IN_ONE_FILE, 0), {}).keys() & {SAFE, BIN}:
+        changed = {name for name in (added,) if name.endswith(".index.json")} - names.indexes
+        count = len(names.indexes) + len(changed) - (removed in names.indexes)
+        if count == 1:
+            taken[IN_MODEL] = min((names.indexes | changed) - {removed})
+        elif count:
             refused_by = (IN_MODEL,)
     return Loads(taken, by_option, refused_by)
 

@@ -16,11 +16,13 @@ from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.loading_order import (
     BIN_INDEX,
     SAFE_INDEX,
+    ModelNames,
     first_loader,
     is_part,
     kind_of,
     loaders_of,
     loads,
+    model_names,
 )
 from ckptfix.checkpoint.pairing import Files
 from ckptfix.diagnosis.findings.base import Finding, as_kind
@@ -96,8 +98,8 @@ def diagnose_families(
         if name is not None and name.model is not None and kind is not None:
             models.setdefault((name.model, name.index), []).append(_Family(kind, group.path, group))
     findings: list[Finding] = []
-    equal_paths: list[set[PurePosixPath]] = []
-    names = [str(path) for path in existing]
+    equals: dict[PurePosixPath, Collection[PurePosixPath]] = {}
+    names = model_names(map(str, existing))
     for (model, index), families in models.items():
         loaders = loaders_of(model, index)
         # The loader that knows most kinds decides which family the others are compared with.
@@ -129,16 +131,18 @@ def diagnose_families(
             for family in families
             if comparable and family.is_found and _is_damaged(family.group, damaged)
         )
-        equal_paths.append(equal)
-    return FamilyFindings(tuple(findings), _switches(groups, names, equal_paths))
+        equals |= dict.fromkeys(equal, equal)
+    return FamilyFindings(tuple(findings), _switches(groups, names, equals))
 
 
 def _switches(
-    groups: Iterable[ModelFiles], names: Sequence[str], equal_paths: Iterable[Collection[PurePosixPath]]
+    groups: Iterable[ModelFiles],
+    names: ModelNames,
+    equals: Mapping[PurePosixPath, Collection[PurePosixPath]],
 ) -> dict[PurePosixPath, dict[str, PurePosixPath]]:
     """Return the missing indexes with which a loader would take another complete model than now, or fail.
 
-    ``equal_paths``: sets of files and indexes with equal weights, between which a loader may switch.
+    ``equals``: file or index -> those with equal weights, between which a loader may switch.
     """
     by_name = {str(group.path): group for group in groups if group.members}
     switches: dict[PurePosixPath, dict[str, PurePosixPath]] = {}
@@ -149,13 +153,13 @@ def _switches(
         if name is None or name.model is None:
             continue
         now = loads(names, name.model, name.index)
-        after = loads([*names, str(group.path)], name.model, name.index)
+        after = loads(names, name.model, name.index, added=str(group.path))
         for loader, taken in now.taken.items():
             before, next_taken = by_name.get(taken), after.taken.get(loader)
             if before is None or not before.is_whole or next_taken == taken:
                 continue
-            is_equal = any({before.path, group.path} <= set(paths) for paths in equal_paths)
-            if not (is_equal and next_taken == str(group.path)):
+            is_equal = next_taken == str(group.path) and before.path in equals.get(group.path, ())
+            if not is_equal:
                 switches.setdefault(group.path, {})[loader] = before.path
     return switches
 
