@@ -54,8 +54,8 @@ def sarif(annotations: Iterable[Annotation], status: int) -> dict[str, object]:
     from importlib.metadata import version  # drags in csv, email, sockets and shutil
 
     every = list(annotations)
-    found = [one for one in every if one.code]
-    codes = sorted({one.code for one in found})
+    of_code = [annotation for annotation in every if annotation.code]
+    codes = sorted({annotation.code for annotation in of_code})
     return {
         "$schema": _SCHEMA,
         "version": "2.1.0",
@@ -72,11 +72,13 @@ def sarif(annotations: Iterable[Annotation], status: int) -> dict[str, object]:
                     {
                         "executionSuccessful": status < 2,
                         "exitCode": status,
-                        "toolExecutionNotifications": [_notification(one) for one in every if not one.code],
+                        "toolExecutionNotifications": [
+                            _notification(annotation) for annotation in every if not annotation.code
+                        ],
                     }
                 ],
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(one, codes) for one in found],
+                "results": [_result(annotation, codes) for annotation in of_code],
             }
         ],
     }
@@ -93,14 +95,17 @@ def _rule(code: str) -> dict[str, object]:
     }
 
 
-def _result(one: Annotation, codes: Sequence[str]) -> dict[str, object]:
-    return {"ruleId": one.code, "ruleIndex": codes.index(one.code), **_notification(one)}
+def _result(annotation: Annotation, codes: Sequence[str]) -> dict[str, object]:
+    return {"ruleId": annotation.code, "ruleIndex": codes.index(annotation.code), **_notification(annotation)}
 
 
-def _notification(one: Annotation) -> dict[str, object]:
-    words: dict[str, object] = {"level": one.severity.value, "message": {"text": escape(one.message)}}
-    if one.file is not None:
-        words["locations"] = [{"physicalLocation": {"artifactLocation": {"uri": _uri(one.file)}}}]
+def _notification(annotation: Annotation) -> dict[str, object]:
+    words: dict[str, object] = {
+        "level": annotation.severity.value,
+        "message": {"text": escape(annotation.message)},
+    }
+    if annotation.file is not None:
+        words["locations"] = [{"physicalLocation": {"artifactLocation": {"uri": _uri(annotation.file)}}}]
     return words
 
 

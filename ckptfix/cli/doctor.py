@@ -102,21 +102,21 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
     from ckptfix.devices.probe import probe_peer_copies, remember
     from ckptfix.devices.probe.probe_report import Verdict
 
-    found = probe_peer_copies(budget=budget, seed=seed, in_process=in_process)
-    known = found
-    if found.pairs:
-        known = remember(found)
+    probed = probe_peer_copies(budget=budget, seed=seed, in_process=in_process)
+    known = probed
+    if probed.pairs:
+        known = remember(probed)
     else:
         report.line("no pair of devices: nothing was measured, and nothing is proven", bold=True)
-    for line in str(found).splitlines():
+    for line in str(probed).splitlines():
         report.line(line)
-    for pair in sorted(found.with_verdict(Verdict.HEALTHY) & known.unproven):
+    for pair in sorted(probed.with_verdict(Verdict.HEALTHY) & known.unproven):
         report.line(f"remembered from before, until the full plan finds it healthy: {known.pairs[pair]}")
-    status = int(bool(found.unproven))
+    status = int(bool(probed.unproven))
     if status:
-        seeded = f"ckptfix doctor --peer-copies --seed {found.seed} --budget {budget:g}"
+        seeded = f"ckptfix doctor --peer-copies --seed {probed.seed} --budget {budget:g}"
         report.line(
             'to do: dispatch_model(model, device_map, safe_transfers="auto") copies these through the host'
         )
         report.line(f"to measure the same again: {seeded}")
-    return report.finish(found.to_json(), status)
+    return report.finish(probed.to_json(), status)

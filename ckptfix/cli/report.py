@@ -152,8 +152,8 @@ class Report:
     def annotate(self, annotations: Iterable[Annotation]) -> None:
         """Print annotations, or keep them for the document; no other format has any."""
         if self.form is Form.GITHUB:
-            for one in annotations:
-                put(github_line(one))
+            for annotation in annotations:
+                put(github_line(annotation))
         elif self.form is Form.SARIF:
             self._annotations += annotations
 
@@ -165,11 +165,11 @@ class Report:
         if self.quiet or self.as_json:
             return
         if self.is_annotated:
-            self.annotate(Annotation(Severity.NOTE, str(one)) for one in lines if one.unchecked)
+            self.annotate(Annotation(Severity.NOTE, str(text)) for text in lines if text.unchecked)
             return
-        for one in lines:
+        for text in lines:
             styled = (
-                click.style(escape(span.text), fg=span.colour, bold=span.bold or None) for span in one.spans
+                click.style(escape(span.text), fg=span.colour, bold=span.bold or None) for span in text.spans
             )
             put("".join(styled))
 
@@ -222,7 +222,7 @@ class Report:
         """
         if self._list:
             pairs = document.items() if isinstance(document, Mapping) else document.json_items()
-            rest = {key: one for key, one in pairs if key != self._list}
+            rest = {key: value for key, value in pairs if key != self._list}
             put("]" + "".join(_json_object({**rest, "status": status}.items(), "")).replace("{", ", ", 1))
             self._list = ""
         elif self.as_json:
@@ -343,18 +343,18 @@ def _json(value: object, at: str) -> Iterator[str]:
     else:
         assert isinstance(value, tuple | list)
         before = "["
-        for one in value:
+        for item in value:
             yield before
-            yield from _json(one, at)
+            yield from _json(item, at)
             before = ", "
         yield "]"
 
 
 def _json_object(pairs: Iterable[tuple[str, object]], at: str) -> Iterator[str]:
     before = "{"
-    for key, one in pairs:
+    for key, value in pairs:
         yield f"{before}{json_text(key)}: "
-        yield from _json(one, at)
+        yield from _json(value, at)
         before = ", "
     yield "}"
 

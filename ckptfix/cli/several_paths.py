@@ -161,11 +161,11 @@ def visit(
             continue
         if report.is_annotated:
             report.annotate(annotations(result))
-        for one in lines(result, is_alone):
-            if one.unchecked and not is_alone:
-                batch.unchecked.add(path, one.unchecked)
+        for text in lines(result, is_alone):
+            if text.unchecked and not is_alone:
+                batch.unchecked.add(path, text.unchecked)
             else:
-                report.show([one])
+                report.show([text])
         if report.as_json:
             keep(result.as_json())
         batch.add(result.status, word(result))
@@ -223,7 +223,9 @@ class Below:
     def __init__(self, paths: Sequence[str], images: ExitStack) -> None:
         self._paths = [*{place_named(path): path for path in reversed(paths)}.values()][::-1]
         names = [place_named(path) for path in self._paths]
-        self._overlap = any(one != other and one.startswith(f"{other}/") for one in names for other in names)
+        self._overlap = any(
+            inner != outer and inner.startswith(f"{outer}/") for inner in names for outer in names
+        )
         self.failures: dict[str, Exception] = {}
         self.places: dict[str, Path] = {}
         for path in self._paths:
@@ -233,7 +235,7 @@ class Below:
                 if len(self._paths) == 1:
                     raise
                 self.failures[path] = error
-        self._unheld = [one for place in self.places.values() for one in unheld_below(place) if one.size]
+        self._unheld = [lost for place in self.places.values() for lost in unheld_below(place) if lost.size]
 
     def __iter__(self) -> Iterator[str]:
         seen: set[str] = set()
@@ -244,7 +246,7 @@ class Below:
             try:
                 for place in find_checkpoints(self.places[path]):
                     self._unheld[:] = (
-                        one for one in self._unheld if not one.home.is_relative_to(place)
+                        lost for lost in self._unheld if not lost.home.is_relative_to(place)
                     )  # it reports them
                     if self._overlap:
                         name = shown(os.path.abspath(place))
@@ -263,8 +265,8 @@ class Below:
 
     def report_unheld(self, report: Report, batch: Batch) -> None:
         """Print what no folder can hold and no checkpoint has reported, at the end."""
-        for one in self._unheld:
-            report.message(f"ckptfix: {one.home}: could not finish: {one.key!r}: {one}")
+        for lost in self._unheld:
+            report.message(f"ckptfix: {lost.home}: could not finish: {lost.key!r}: {lost}")
             batch.status = max(batch.status, 3)
 
 
@@ -452,7 +454,9 @@ def _repairs(path: str) -> int:
     """Return how many repairs can be undone; 0 where that cannot be known, as of a path that does not exist."""
     try:
         with opened(path, complete=False) as place:
-            return sum(one.state is State.DONE for one in transactions(find_target(place).root))
+            return sum(
+                transaction.state is State.DONE for transaction in transactions(find_target(place).root)
+            )
     except (CkptfixError, OSError):
         return 0
 
@@ -460,7 +464,9 @@ def _repairs(path: str) -> int:
 def _is_pending(path: str) -> bool:
     try:
         with opened(path, complete=False) as place:
-            return any(one.state is State.PENDING for one in transactions(find_target(place).root))
+            return any(
+                transaction.state is State.PENDING for transaction in transactions(find_target(place).root)
+            )
     except (CkptfixError, OSError):
         return False
 

@@ -64,7 +64,7 @@ def run_shared(
         if shard is None and partial is None:
             raise UsageError(f"{unfit}; {_ONE_PROCESS}")
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
-    paths = [str(one) for one in params.get("paths", ())]
+    paths = [str(path) for path in params.get("paths", ())]
     if partial is not None and (not partial or looks_like_url(partial)):
         raise UsageError(
             f"--partial {shell_path(partial)}: expected a folder of this machine for the results"
@@ -197,8 +197,16 @@ def _sources(params: Mapping[str, Any]) -> list[Path]:
 
 def _paths(params: Mapping[str, Any]) -> list[Path]:
     """Return the paths that a verb reads, URLs left out."""
-    read = [one for one in click.get_current_context().command.params if isinstance(one.type, click.Path)]
-    names = [str(one.name) for one in read if isinstance(one, click.Argument) or one.name == "against"]
+    read = [
+        parameter
+        for parameter in click.get_current_context().command.params
+        if isinstance(parameter.type, click.Path)
+    ]
+    names = [
+        str(parameter.name)
+        for parameter in read
+        if isinstance(parameter, click.Argument) or parameter.name == "against"
+    ]
     values = [params.get(name) or () for name in names]
     given = [
         str(path) for value in values for path in (value if isinstance(value, list | tuple) else [value])
@@ -290,17 +298,17 @@ def leave(status: int) -> int:
 def _words(params: Mapping[str, Any]) -> list[str]:
     """Return what to paste after the verb that is running, for these parameters of it."""
     words: list[str] = []
-    for one in click.get_current_context().command.params:
-        value = params.get(str(one.name))
+    for parameter in click.get_current_context().command.params:
+        value = params.get(str(parameter.name))
         if value is None or value is False:
             continue
         values = map(str, value if isinstance(value, list | tuple) else [value])
-        if isinstance(one, click.Argument):
+        if isinstance(parameter, click.Argument):
             words += values
         elif value is True:
-            words.append(max(one.opts, key=len))
+            words.append(max(parameter.opts, key=len))
         else:
-            words += [word for text in values for word in (max(one.opts, key=len), text)]
+            words += [word for text in values for word in (max(parameter.opts, key=len), text)]
     return words
 
 

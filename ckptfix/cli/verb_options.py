@@ -129,5 +129,7 @@ def asked_form(arguments: Sequence[str]) -> Form:
     if "--json" in arguments:
         return Form.JSON
     named = [value for option, value in pairwise(arguments) if option == "--format"]
-    named += [one.removeprefix("--format=") for one in arguments if one.startswith("--format=")]
+    named += [
+        argument.removeprefix("--format=") for argument in arguments if argument.startswith("--format=")
+    ]
     return next((form for form in Form if form.value in named), Form.TEXT)

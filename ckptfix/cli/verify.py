@@ -63,21 +63,21 @@ def reload(
             verified = verify(path, data=True, progress=progress)
         report.show(verified.lines())
         document["data"] = verified.as_json()
-        data_lines, data_status = [str(one) for one in verified.lines()], verified.status
+        data_lines, data_status = [str(text) for text in verified.lines()], verified.status
         findings = verified.findings
     else:
         findings = check(path).all_findings
-    document["findings"] = [one.as_json(path) for one in findings]
+    document["findings"] = [finding.as_json(path) for finding in findings]
     # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.
-    serious = [one for one in findings if one.severity is not Severity.NOTE]
+    serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
     if not data:
         report.findings(serious, path)
-    if any(one.severity is Severity.ERROR for one in serious):
+    if any(finding.severity is Severity.ERROR for finding in serious):
         next_step = _say_what_to_do(report, path, findings)
-        found = [(one.severity.value, one.code, str(one)) for one in serious]
+        rows = [(finding.severity.value, finding.code, str(finding)) for finding in serious]
         document["reload"] = None
         return _finish(
-            report, document, max(1, data_status), html, _damage_page, path, next_step, found, data_lines
+            report, document, max(1, data_status), html, _damage_page, path, next_step, rows, data_lines
         )
     gc.enable()  # a model is many cycles, and must go before the next one is dispatched
     from ckptfix.devices.reload.reload_report import html_page
@@ -113,23 +113,23 @@ def _finish(
 
 
 def _damage_page(
-    path: str, next_step: str, found: Sequence[tuple[str, str, str]], data_lines: Sequence[str]
+    path: str, next_step: str, rows: Sequence[tuple[str, str, str]], data_lines: Sequence[str]
 ) -> str:
     from ckptfix.devices.reload.reload_report import damage_page
 
-    return damage_page(path, f"{_DAMAGED}; {next_step}", found, data_lines)
+    return damage_page(path, f"{_DAMAGED}; {next_step}", rows, data_lines)
 
 
 def _say_what_to_do(report: Report, path: str, findings: Sequence[Finding]) -> str:
     """Print what to do with a damaged checkpoint, and return it."""
     report.line(_DAMAGED, bold=True)
-    salvages = [str(one) for one in salvage_lines(findings, path)]
+    salvages = [str(text) for text in salvage_lines(findings, path)]
     if salvages:
         next_step = salvages[0]
-    elif any(one.is_fixable for one in findings):
+    elif any(finding.is_fixable for finding in findings):
         next_step = f"next: ckptfix repair {shell_path(path)}"
     else:  # no command mends it, and check would only repeat it
-        advice = (one.advice_at(path) for one in findings if one.severity is Severity.ERROR)
+        advice = (finding.advice_at(path) for finding in findings if finding.severity is Severity.ERROR)
         next_step = f"next: {next(filter(None, advice), 'load an older checkpoint')}"
     report.line(next_step)
     return next_step
@@ -249,7 +249,7 @@ def verify_command(
     paths = paths or (".",)
     names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)
-    if any(one is not None for one in given) or require_transfer_proof:
+    if any(option is not None for option in given) or require_transfer_proof:
         if against is not None or signatures or statements or sha256sums:
             raise UsageError(
                 "--against, --signature, --oms and --sha256sums compare digests, and have no part in the proof of a "

@@ -74,13 +74,13 @@ def diagnose_models(
     findings: list[Finding] = []
     is_alone = evidence.folder.processes == 1
     for entries in evidence.folder.entries(Role.MODEL):
-        found = _decided(_duplicates(evidence, entries, compare, drops, damaged, is_alone))
-        found += _cut_short(evidence, entries)
-        doubled = frozenset(finding.path for finding in found if isinstance(finding, DoubledModel))
+        of_entries = _decided(_duplicates(evidence, entries, compare, drops, damaged, is_alone))
+        of_entries += _cut_short(evidence, entries)
+        doubled = frozenset(finding.path for finding in of_entries if isinstance(finding, DoubledModel))
         shifted = _shifted(entries, doubled)
         findings += (
             replace(finding, shifts=True) if shifted and isinstance(finding, DoubledModel) else finding
-            for finding in found
+            for finding in of_entries
         )
         findings += shifted
     folders = [entry.state for entry in numbered_folders(states, Role.MODEL)] if states else []
@@ -96,7 +96,9 @@ def diagnose_gaps(evidence: Evidence) -> list[Finding]:
         return []
     findings: list[Finding] = []
     for role in GAPLESS_ROLES:
-        of_formats = [one for one in folder.entries(role) if one[0].name.family[1:] in FORMATS_OF_MODELS]
+        of_formats = [
+            entries for entries in folder.entries(role) if entries[0].name.family[1:] in FORMATS_OF_MODELS
+        ]
         known = {entry.name.index for entries in of_formats for entry in entries}
         for entries in folder.entries(role):
             findings += _gap(entries, known if entries in of_formats else ())
@@ -170,21 +172,23 @@ def _decided(findings: list[Finding]) -> list[Finding]:
 
     One of them is another model, such as an average, and nothing shows which one.
     """
-    known = Counter((one.original, one.chain) for one in findings if isinstance(one, DoubledModel))
+    known = Counter(
+        (finding.original, finding.chain) for finding in findings if isinstance(finding, DoubledModel)
+    )
     unclear = {original for (original, _), count in known.items() if count > 1}
     return [
         IdenticalModels(
-            path=one.path,
-            original=one.original,
-            tensors=one.tensors,
-            bytes=one.bytes,
-            sampled=one.sampled,
-            chains=(one.chain, ()),
+            path=finding.path,
+            original=finding.original,
+            tensors=finding.tensors,
+            bytes=finding.bytes,
+            sampled=finding.sampled,
+            chains=(finding.chain, ()),
             doubt="several entries equal it, and a second prepare() adds only one",
         )
-        if isinstance(one, DoubledModel) and one.original in unclear
-        else one
-        for one in findings
+        if isinstance(finding, DoubledModel) and finding.original in unclear
+        else finding
+        for finding in findings
     ]
 
 
@@ -247,8 +251,8 @@ def _related(
     """Return how two models with the same keys and other values are related; a single process adds no wrapper."""
     original, entry = pair = pairing.kept, pairing.other
     tensor = None if difference == STRUCTURE else difference
-    harmed = tuple(one.path for one in pair if one.path in damaged)
-    proof = next(filter(None, (_foreign(evidence, one) for one in pair)), "") if not harmed else ""
+    harmed = tuple(model.path for model in pair if model.path in damaged)
+    proof = next(filter(None, (_foreign(evidence, model) for model in pair)), "") if not harmed else ""
     if proof:
         return ConflictingModels(
             path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, proof=proof
@@ -281,7 +285,7 @@ def _foreign(evidence: Evidence, entry: Saved) -> str:
 
 def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding]:
     """Return the relation of a damaged model with a readable header to another entry with the same keys."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     intact = [entry for entry in entries if entry.whole is not None and entry.tensors]
     for damaged in (entry for entry in entries if entry.problem is not None and intact):
         names = evidence.names_left(damaged)
@@ -292,13 +296,13 @@ def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding
                 continue
             pair = (damaged.path, entry.path) if len(chain) > len(entry.chain) else (entry.path, damaged.path)
             longer = max(chain, entry.chain, key=len)
-            found.append(
+            findings.append(
                 RelatedModels(
                     path=pair[0], original=pair[1], chain=longer, tensor=None, damaged=(damaged.path,)
                 )
             )
             break
-    return found
+    return findings
 
 
 def _bare(shapes: Shapes, chain: tuple[str, ...]) -> Shapes:
@@ -406,7 +410,7 @@ def _surplus_optimizers(
     if not equal:
         return {}
     trained = {path for path in equal if evidence.has_moments(path)}
-    kept = [one for one in optimizers if one.path not in trained]
+    kept = [optimizer for optimizer in optimizers if optimizer.path not in trained]
     # Optimizers without moments are all equal, so that only their number can show a second prepare().
     is_surplus = len(kept) > len(models) > 0 and len(trained) < len(equal)
     if (
@@ -415,10 +419,11 @@ def _surplus_optimizers(
         and len(optimizers) > len(models)
         and evidence.is_trained_alike(kept, optimizers, models)
     ):
-        return {path: _doubled(one) if path in trained else one for path, one in equal.items()}
-    loads = tuple(one.path for one in optimizers)
+        return {path: _doubled(state) if path in trained else state for path, state in equal.items()}
+    loads = tuple(optimizer.path for optimizer in optimizers)
     return {
-        path: _surplus(one, loads) if is_surplus or path in trained else one for path, one in equal.items()
+        path: _surplus(state, loads) if is_surplus or path in trained else state
+        for path, state in equal.items()
     }
 
 
@@ -432,14 +437,14 @@ def _surplus_schedulers(
     """Judge equal schedulers next to a duplicate model by the optimizers, with which they are prepared."""
     numbers = {entry.path: number for number, entry in enumerate(optimizers)}
     doubles = {
-        numbers[path]: numbers[one.original]
-        for path, one in surplus.items()
-        if isinstance(one, DoubledStates)
+        numbers[path]: numbers[state.original]
+        for path, state in surplus.items()
+        if isinstance(state, DoubledStates)
     }
     paths = [entry.path for entry in schedulers]
-    has_duplicates = any(isinstance(one, DoubledStates | SurplusStates) for one in surplus.values())
+    has_duplicates = any(isinstance(state, DoubledStates | SurplusStates) for state in surplus.values())
     if len(paths) <= len(optimizers) and not has_duplicates:
-        return {path: replace(one, is_of_own_optimizer=True) for path, one in equal.items()}
+        return {path: replace(state, is_of_own_optimizer=True) for path, state in equal.items()}
     if not is_doubled or (not doubles and len(paths) <= len(optimizers)):
         return dict(equal)
     if len(equal) == len(paths) - 1 and len(paths) <= len(optimizers) - len(doubles):
@@ -450,18 +455,18 @@ def _surplus_schedulers(
     )
     if is_clear and doubles:
         return {
-            path: _doubled(one) if number in doubles else one
+            path: _doubled(state) if number in doubles else state
             for number, path in enumerate(paths)
-            if (one := equal.get(path)) is not None
+            if (state := equal.get(path)) is not None
         }
-    return {path: _surplus(one, tuple(paths)) for path, one in equal.items()}
+    return {path: _surplus(state, tuple(paths)) for path, state in equal.items()}
 
 
-def _doubled(one: IdenticalStates) -> DoubledStates:
-    return DoubledStates(path=one.path, original=one.original, role=one.role, sampled=one.sampled)
+def _doubled(state: IdenticalStates) -> DoubledStates:
+    return DoubledStates(path=state.path, original=state.original, role=state.role, sampled=state.sampled)
 
 
-def _surplus(one: IdenticalStates, loads: tuple[PurePosixPath, ...]) -> SurplusStates:
+def _surplus(state: IdenticalStates, loads: tuple[PurePosixPath, ...]) -> SurplusStates:
     return SurplusStates(
-        path=one.path, original=one.original, role=one.role, sampled=one.sampled, loads=loads
+        path=state.path, original=state.original, role=state.role, sampled=state.sampled, loads=loads
     )

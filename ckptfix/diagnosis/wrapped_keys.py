@@ -157,10 +157,10 @@ class _Verdicts:
             return self._of_model(group, scope)
         chain, names = group.chain(scope), self._names(group, scope)
         own = [place for place in self._places if place[0] is group] or self._places
-        for model, other in own:
-            if names <= self._names(model, other):
+        for model, other_scope in own:
+            if names <= self._names(model, other_scope):
                 # The optimizer follows its model: other keys would not fit.
-                return self._of_model(model, other) if is_nested(model.chain(other)) else None
+                return self._of_model(model, other_scope) if is_nested(model.chain(other_scope)) else None
         return self._by_processes(chain)
 
     def _of_model(self, group: ModelFiles, scope: NameScope) -> _Nested | None:
@@ -200,14 +200,14 @@ class _Verdicts:
         shapes: Mapping[str, object] | None = None
         is_before = True
         # Only these can have the same keys: 4,000 models in one file would be compared 16 million times.
-        for other_group, other in self._by_names.get(self._names(group, scope), ()):
-            other_chain = other_group.chain(other)
-            is_before = is_before and (other_group is not group or other.path != scope.path)
+        for other_group, other_scope in self._by_names.get(self._names(group, scope), ()):
+            other_chain = other_group.chain(other_scope)
+            is_before = is_before and (other_group is not group or other_scope.path != scope.path)
             if _are_of_one_save(group, other_group, is_before) and len(prepared(other_chain)) < len(
                 prepared(chain)
             ):
                 shapes = shapes or _unwrapped_shapes(group, scope, chain)
-                if shapes == _unwrapped_shapes(other_group, other, other_chain):
+                if shapes == _unwrapped_shapes(other_group, other_scope, other_chain):
                     return True
         return False
 
@@ -229,32 +229,32 @@ class _Verdicts:
         """Return the index or container that has the keys of a model in fewer wrappers, and these wrappers."""
         chain = group.chain(scope)
         names = self._names(group, scope)
-        found = (
+        candidates = (
             (path, own)
             for path, known in _references(self._folder, group)
             if len(prepared(own := common_wrappers(known))) < len(prepared(chain)) and not is_nested(own)
             if names.issubset(map(KeyMap(remove=own), known))
         )
-        return min(found, key=lambda one: len(one[1]), default=None)
+        return min(candidates, key=lambda candidate: len(candidate[1]), default=None)
 
 
-def _are_of_one_save(group: ModelFiles, other: ModelFiles, is_before: bool) -> bool:
-    """Return whether a place in ``group`` can be the average of a model in ``other``.
+def _are_of_one_save(group: ModelFiles, other_group: ModelFiles, is_before: bool) -> bool:
+    """Return whether a place in ``group`` can be the average of a model in ``other_group``.
 
     ``is_before``: the model comes first. They are in one file, in one list of entries, or in a file next to those.
     """
-    if group is other:
+    if group is other_group:
         return is_before
-    roles = {group.members[0].role, other.members[0].role}
-    return _list_of(group) == _list_of(other) or roles == {Role.MODEL, Role.UNKNOWN}
+    roles = {group.members[0].role, other_group.members[0].role}
+    return _list_of(group) == _list_of(other_group) or roles == {Role.MODEL, Role.UNKNOWN}
 
 
 def _unwrapped_shapes(group: ModelFiles, scope: NameScope, chain: tuple[str, ...]) -> dict[str, object]:
     strip = KeyMap(remove=chain)
-    found: dict[str, object] = {strip(name): None for name in group.names(scope)}
+    shapes_of_names: dict[str, object] = {strip(name): None for name in group.names(scope)}
     for member in group.members:
-        found |= {strip(name): shape for name, shape in shapes_of(member, scope.path).items()}
-    return found
+        shapes_of_names |= {strip(name): shape for name, shape in shapes_of(member, scope.path).items()}
+    return shapes_of_names
 
 
 def _list_of(group: ModelFiles) -> object:
@@ -276,11 +276,11 @@ def _references(
     name = group.members[0].name
     if name.role is not Role.MODEL or name.shard is not None or folder.processes is not None:
         return
-    for other in folder.components:
+    for component in folder.components:
         if (
-            other.role is Role.MODEL
-            and other.name.shard is None
-            and other.name.suffix != name.suffix
-            and other.whole is not None
+            component.role is Role.MODEL
+            and component.name.shard is None
+            and component.name.suffix != name.suffix
+            and component.whole is not None
         ):
-            yield other.path, other.whole.names
+            yield component.path, component.whole.names

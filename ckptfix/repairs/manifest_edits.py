@@ -47,12 +47,12 @@ def followed(
 ) -> Manifest:
     """Return the manifest of a folder after the edits of these steps. ``folder``: as it was scanned before them."""
     actions = [step.action for step in steps]
-    dropped = {str(one.path): str(one.kept) for one in actions if isinstance(one, DropEntry)}
-    moved = {str(one.source): str(one.target) for one in actions if isinstance(one, Renumber)}
-    renames = {one.path: one for one in actions if isinstance(one, RewriteNames)}
-    found = {entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))}
+    dropped = {str(action.path): str(action.kept) for action in actions if isinstance(action, DropEntry)}
+    moved = {str(action.source): str(action.target) for action in actions if isinstance(action, Renumber)}
+    renames = {action.path: action for action in actions if isinstance(action, RewriteNames)}
+    entries = {entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))}
     renamed = tuple(
-        _renamed(entry, found[entry.file], renames) if entry.file in found else entry
+        _renamed(entry, entries[entry.file], renames) if entry.file in entries else entry
         for entry in _renamed_in_dcp(manifest.models, folder, renames)
     )
     models, places = _moved(renamed, dropped, moved)
@@ -85,7 +85,7 @@ def _renamed_in_dcp(
     entries: Iterable[ManifestEntry], folder: CheckpointFolder, renames: Mapping[PurePosixPath, RewriteNames]
 ) -> Iterator[ManifestEntry]:
     """Rename the keys in the entries of DCP folders."""
-    found: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
+    renamed: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
     if any(path.name == METADATA_NAME for path in renames):
         for state in scan_dcp_folders(folder):
             action = renames.get(state.metadata_path)
@@ -96,9 +96,9 @@ def _renamed_in_dcp(
                 if not state.path.parts:
                     labels.add(folder.root.resolve().name)
                 new = _new_names(state, state.metadata, action)
-                found |= dict.fromkeys(labels, (state.metadata, new))
+                renamed |= dict.fromkeys(labels, (state.metadata, new))
     for entry in entries:
-        metadata_and_names = found.get(entry.file) or found.get(entry.file.partition("[")[0])
+        metadata_and_names = renamed.get(entry.file) or renamed.get(entry.file.partition("[")[0])
         if metadata_and_names is None:
             yield entry
             continue
@@ -106,9 +106,9 @@ def _renamed_in_dcp(
         model = model_names(metadata)
         names = model.names if model is not None else {}
         tensors = [
-            (names[one.fqn], one.dtype, one.shape)
-            for one in metadata.tensors
-            if one.fqn in names and one.dtype is not None
+            (names[tensor.fqn], tensor.dtype, tensor.shape)
+            for tensor in metadata.tensors
+            if tensor.fqn in names and tensor.dtype is not None
         ]
         keys = entry.keys
         if keys == key_fingerprint(tensors):
@@ -132,26 +132,28 @@ def _new_names(state: DcpFolder, metadata: DcpMetadata, action: RewriteNames) ->
 
 
 def _renamed(
-    entry: ManifestEntry, found: Entry, renames: Mapping[PurePosixPath, RewriteNames]
+    entry: ManifestEntry, component: Entry, renames: Mapping[PurePosixPath, RewriteNames]
 ) -> ManifestEntry:
     """Rename the keys in an entry."""
     names: dict[str, str] = {}
     key_map: Callable[[str], str] | None = None
-    for member in found.members:
+    for member in component.members:
         action = renames.get(member.path)
-        here = action.maps.get((found.path, "state dict")) if action is not None else None
+        here = action.maps.get((component.path, "state dict")) if action is not None else None
         if here is not None:
             key_map = here
             scopes = (
-                scope for scope in member.scopes if (scope.path, scope.kind) == (found.path, "state dict")
+                scope for scope in member.scopes if (scope.path, scope.kind) == (component.path, "state dict")
             )
             names |= {fqn: here(fqn) for scope in scopes for fqn in scope.names}
     if key_map is None:
         return entry
-    tensors = [tensor for member in found.members for tensor in member.tensors]
+    tensors = [tensor for member in component.members for tensor in member.tensors]
     keys = entry.keys
-    if keys == key_fingerprint((one.fqn, one.dtype, one.shape) for one in tensors):
-        keys = key_fingerprint((names.get(one.fqn, one.fqn), one.dtype, one.shape) for one in tensors)
+    if keys == key_fingerprint((tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors):
+        keys = key_fingerprint(
+            (names.get(tensor.fqn, tensor.fqn), tensor.dtype, tensor.shape) for tensor in tensors
+        )
     return replace(
         entry,
         keys=keys,

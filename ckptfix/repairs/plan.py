@@ -120,7 +120,7 @@ def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
         others = sorted(str(file) for file in state.files.keys() - {*state.named, state.metadata_path})
         if others:
             return f"it also holds {list_names(others)}, which its .metadata does not name"
-    behind = [other for other in _family(draft, path) if other != path]
+    behind = [member for member in _family(draft, path) if member != path]
     return (
         _own_journal(draft, (path, *behind))
         or _linked(draft, behind)
@@ -206,20 +206,20 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
 
 def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
     """Plan the drops of states that go with duplicate models, all or none, and note what the user must decide."""
-    found: list[IdenticalStates] = [
+    identical: list[IdenticalStates] = [
         finding
         for finding in draft.findings
         if isinstance(finding, DoubledStates | SurplusStates) and finding.role not in draft.policy.drops
     ]
     undecided: dict[Role, SurplusStates] = {}
     certain: list[DoubledStates] = []
-    for finding in found:
+    for finding in identical:
         if isinstance(finding, SurplusStates):
             undecided.setdefault(finding.role, finding)
         elif isinstance(finding, DoubledStates) and not finding.sampled:
             certain.append(finding)
     for role, first in undecided.items():
-        paths = [one.path for one in found if one.role is role]
+        paths = [finding.path for finding in identical if finding.role is role]
         option = f"--keep {role.value}=N"
         draft.stay(first.code, paths, f"{first.order}; say with {option} how many the script has")
     objection = next(filter(None, (drop_objection(draft, finding.path) for finding in certain)), None)

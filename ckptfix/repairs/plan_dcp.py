@@ -91,8 +91,8 @@ class OldNames:
         if text in self._modules and not (is_key and text in self._keys):
             return text
         for pattern in (self._chains,) if is_name else (self._chains, self._one_wrapper):
-            if pattern is not None and (found := pattern.search(text)) is not None:
-                return self._longest(text, found.start()) or found[0]
+            if pattern is not None and (match := pattern.search(text)) is not None:
+                return self._longest(text, match.start()) or match[0]
         return self._part(_plain(text), is_name=is_name) if self._parts else None
 
     def is_whole(self, part: str) -> bool:
@@ -107,7 +107,7 @@ class OldNames:
 
     def _part(self, text: str, *, is_name: bool) -> str | None:
         """Return the old name that is a part of a text, from the edge of a word to one."""
-        begins = [found.start() for found in _EDGE.finditer(text)]
+        begins = [match.start() for match in _EDGE.finditer(text)]
         if len(begins) * len(self._lengths) > MAX_SLICES:
             return text[:100]
         for begin in begins:
@@ -275,11 +275,11 @@ def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMap
             if scope.kind == STATE_DICT and not {STATE_KEY, GROUPS_KEY}.isdisjoint(scope.path):
                 yield f"{words}: it is below a key of an optimizer, and they have no wrapper"
             elif scope.kind != STATE_DICT and known:
-                other = next(
+                stray = next(
                     (name for name in scope.names if without_private_wrappers(name) not in known), None
                 )
-                if other is not None:
-                    yield f"{words}: no model has {other!r:.200}"
+                if stray is not None:
+                    yield f"{words}: no model has {stray!r:.200}"
 
 
 def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
@@ -334,11 +334,11 @@ def _unclear(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps
         if scope.kind == STATE_DICT or (scope.path, scope.kind) not in maps.get(state.path, {}):
             continue
         names = frozenset(unwrapped_names(scope))
-        own = [(other, model) for other, model in models if names <= frozenset(unwrapped_names(model))]
+        own = [(owner, model) for owner, model in models if names <= frozenset(unwrapped_names(model))]
         if any(frozenset(model.names).issuperset(scope.names) for _, model in own):
             continue
         new = frozenset(_renamed(state, scope, maps))
-        if len(own) > 1 and not all(new <= frozenset(_renamed(other, model, maps)) for other, model in own):
+        if len(own) > 1 and not all(new <= frozenset(_renamed(owner, model, maps)) for owner, model in own):
             yield f"whether {scope} of {state.metadata_path} is of {own[0][1]} or of {own[1][1]} is not clear"
 
 
@@ -389,9 +389,12 @@ def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
         if model.kind != STATE_DICT:
             continue
         known, renamed = frozenset(model.names), frozenset(_renamed(state, model, maps))
-        for other, scope in places:
-            if known.issuperset(scope.names) and not renamed.issuperset(_renamed(other, scope, maps)):
-                yield f"the keys in {scope} of {other.metadata_path} would no longer be those of {state.metadata_path}"
+        for optimizer, scope in places:
+            if known.issuperset(scope.names) and not renamed.issuperset(_renamed(optimizer, scope, maps)):
+                yield (
+                    f"the keys in {scope} of {optimizer.metadata_path} would no longer be those of "
+                    f"{state.metadata_path}"
+                )
 
 
 def _renamed(state: DcpFolder, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
@@ -427,7 +430,7 @@ def plan_dcp_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
 
 
 def _key_maps(draft: Draft, state: DcpFolder) -> PlaceMaps:
-    found = {
+    keys = {
         finding.scope: finding
         for finding in draft.findings_of(state.metadata_path)
         if isinstance(finding, NestedPrefix | MismatchedNames)
@@ -435,7 +438,7 @@ def _key_maps(draft: Draft, state: DcpFolder) -> PlaceMaps:
     maps: PlaceMaps = {}
     for scope in state.scopes:
         key_map = _asked_for(draft, state, scope)
-        if key_map is None and (finding := found.get(str(scope))) is not None:
+        if key_map is None and (finding := keys.get(str(scope))) is not None:
             key_map = KeyMap(remove=finding.chain, insert=finding.target)
         if key_map is not None and any(key_map(name) != name for name in scope.names):
             maps[scope.path, scope.kind] = key_map

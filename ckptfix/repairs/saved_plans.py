@@ -76,7 +76,11 @@ class SavedPlan:
     def _applied(self, plan: RepairPlan) -> int | None:
         """Return the number of the last repair when it did the steps of this plan, as its journal proves, else None."""
         root, only = plan.target.root, plan.target.only or ""
-        done = [one for one in transactions(root) if one.state is State.DONE and one.target == only]
+        done = [
+            transaction
+            for transaction in transactions(root)
+            if transaction.state is State.DONE and transaction.target == only
+        ]
         if plan.steps or not self.steps or not done:
             return None
         is_same = done[-1].summary == [step["message"] for step in self.steps]
@@ -199,7 +203,7 @@ def apply_command(file: str | os.PathLike[str]) -> str:
 
 def _files(plan: RepairPlan) -> dict[str, list[int]]:
     # Inodes can change when a file system is mounted again, so they are not compared.
-    return {str(path): [one.size, one.mtime_ns] for path, one in plan.diagnosis.scanned.items()}
+    return {str(path): [status.size, status.mtime_ns] for path, status in plan.diagnosis.scanned.items()}
 
 
 def _steps(plan: RepairPlan) -> list[dict[str, Any]]:
@@ -207,13 +211,13 @@ def _steps(plan: RepairPlan) -> list[dict[str, Any]]:
 
 
 def _unplanned(plan: RepairPlan) -> list[dict[str, Any]]:
-    return [one.as_json() for one in plan.unplanned]
+    return [finding.as_json() for finding in plan.unplanned]
 
 
 def _details(value: object) -> object:
     """Return every field of an action, the key maps too, as JSON values."""
     if isinstance(value, Mapping):
-        return {str(key): _details(one) for key, one in value.items()}
+        return {str(key): _details(item) for key, item in value.items()}
     if is_dataclass(value):
         return {field.name: _details(getattr(value, field.name)) for field in fields(value)}
     return plain(value)

@@ -232,7 +232,7 @@ class Draft:
             if isinstance(finding, UndecidedPrefix | UndecidedNames)
             if finding.code not in policy.allow and finding.chain != finding.target
         ]
-        nested = next((one for one in asking if isinstance(one, UndecidedPrefix)), None)
+        nested = next((finding for finding in asking if isinstance(finding, UndecidedPrefix)), None)
         if nested is not None:
             return (
                 "the unchanged script would not find its keys after a rename; add --keys bare for a bare "

@@ -163,16 +163,18 @@ class _Writer:
         kept = pairing.kept
         return os.path.islink(self.root / kept.path) or (
             isinstance(kept, DcpFolder)
-            and any(kept.files[one].is_linked for one, other in pairing.runs or () if other == path)
+            and any(kept.files[file].is_linked for file, twin in pairing.runs or () if twin == path)
         )
 
     def _recipe(self, runs: Mapping[Files, tuple[Run, ...]], path: PurePosixPath) -> Recipe:
         """Return the recipe that rebuilds a file of the duplicate from ranges of the files that stay."""
-        ranges = [(run, kept) for (kept, other), found in runs.items() if other == path for run in found]
+        ranges = [
+            (run, kept) for (kept, twin), runs_of_file in runs.items() if twin == path for run in runs_of_file
+        ]
         pieces: list[RecipePart] = []
         position = 0
         with open_reader(self.root / path) as reader:
-            for run, kept in sorted(ranges, key=lambda one: one[0].offset_b):
+            for run, kept in sorted(ranges, key=lambda pair: pair[0].offset_b):
                 if run.offset_b < position:
                     continue  # two storages, or two keys, may share bytes; they are in the recipe already
                 if run.offset_b > position:
@@ -268,7 +270,10 @@ class _Writer:
     def _check_no_names_in_data(self, state: DcpFolder, metadata: DcpMetadata) -> None:
         for name, items in metadata.items_by_file().items():
             path = state.path / name
-            file, item = state.files.get(path), next((one for one in items if one.offsets is not None), None)
+            file, item = (
+                state.files.get(path),
+                next((item for item in items if item.offsets is not None), None),
+            )
             if file is None or item is None or item.offset + 9 > file.size:
                 continue
             with open_reader(self.root / path) as reader:
