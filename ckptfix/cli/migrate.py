@@ -98,8 +98,8 @@ def migrate_command(
             f"and then: ckptfix upload FOLDER {shell_path(dst)}"
         )
     describe = state_after_writing(src, dst)
-    goes_on = "; the same command goes on from what was written" if partial_results() is not None else ""
-    with interruptible(lambda: f"{describe()}{goes_on}"), report.progress(f"migrating {src}") as progress:
+    continues = "; the same command continues from what was written" if partial_results() is not None else ""
+    with interruptible(lambda: f"{describe()}{continues}"), report.progress(f"migrating {src}") as progress:
         receipt = migrate(
             src,
             dst,

@@ -294,8 +294,8 @@ def unmute(*, withheld: bool = False) -> None:
 def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     """Print text to stdout or stderr; click drops the colour unless that is a terminal.
 
-    A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair goes on. A failure
-    other than a closed pipe, such as a full disk, is reported on stderr.
+    A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair continues. Any
+    other failure, such as a full disk, is reported on stderr.
     """
     if _muted:
         if err:
@@ -306,7 +306,10 @@ def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     except OSError as error:
         _silence(err=err)
         if error.errno != errno.EPIPE and not err:
-            put(f"ckptfix: stdout: {error.strerror}; the work goes on, its result is not printed", err=True)
+            put(
+                f"ckptfix: stdout: {error.strerror}; the work continues, but its result is not printed",
+                err=True,
+            )
 
 
 def put_page(text: str) -> None:

@@ -33,7 +33,7 @@ from ckptfix.wording import Line, count_of, escape, line
     examples=[
         ("ckptfix scrub runs", "Check every checkpoint below runs, and read all data with digests."),
         ("ckptfix scrub runs --read-data-subset 5%", "Read a twentieth of the data: all of it in 20 nights."),
-        ("ckptfix scrub s3://bucket/runs --max-duration 6h", "Stop after 6 hours; the next run goes on."),
+        ("ckptfix scrub s3://bucket/runs --max-duration 6h", "Stop after 6 hours; the next run continues."),
     ],
 )
 @click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=PATH)
@@ -42,7 +42,7 @@ from ckptfix.wording import Line, count_of, escape, line
     help="Read this part of the files that manifests have digests of. Of P%, each night another one; 0% reads none.",
 )  # fmt: skip
 @click.option(
-    "--max-duration", metavar="TIME", help="Stop after a time such as 6h; the next run goes on from there."
+    "--max-duration", metavar="TIME", help="Stop after a time such as 6h; the next run continues from there."
 )
 @click.option(
     "--max-age", metavar="TIME",
@@ -116,7 +116,7 @@ def _scrub(
             keep=partial(report.element, "checkpoints"), stop=stop,
         )  # fmt: skip
     except KeyboardInterrupt:
-        words = "interrupted: nothing was changed; to go on from here, run the same command again"
+        words = "interrupted: nothing was changed; to continue from here, run the same command again"
         if not report.has_begun:
             report.message(f"ckptfix: {words}")
         return report.finish({"error": words}, INTERRUPTED)
@@ -170,11 +170,11 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
         left = count_of(batch.words["not reached"], "checkpoint")
         left += f" ({scrub.unknown} never looked at)" if scrub.unknown else ""
         left += f", {count_of(scrub.total.due, 'file')} of others" if scrub.total.due else ""
-        yield line(f"the time is over, left: {left}; to go on from here, run the same command again")
+        yield line(f"the time is over, left: {left}; to continue from here, run the same command again")
     if scrub.total.stopped:
         yield line(
-            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run goes on in a file with digests of "
-            "ranges, and begins any other anew, when it has more time for it; to write digests of ranges: ckptfix seal "
+            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues in a file with digests "
+            "of ranges, and starts any other file again from its first byte; to write digests of ranges: ckptfix seal "
             "--ranges CHECKPOINT"
         )
     yield from batch.lines(ORDER)

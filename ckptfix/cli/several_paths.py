@@ -140,7 +140,7 @@ def visit(
                     ensure_same_files([Path(path)])
             with around, teams.as_one():
                 return work(path)
-        except Exception as error:  # of those that nobody has foreseen, too: the others of a fleet go on
+        except Exception as error:  # also one that nobody has foreseen: the rest of the fleet continues
             return error
 
     for path, result in in_turn(

@@ -95,7 +95,7 @@ def run_shared(
 
     done = "written" if verb == "migrate" else "read"
     _remedy = (
-        f"the same command goes on from what was {done}"
+        f"the same command continues from what was {done}"
         if results is not None
         else f"run it again with --partial FOLDER, to keep what is {done}, should it fail again"
     )
@@ -341,7 +341,7 @@ def _kept_after_an_interrupt(results: PartialResults | None) -> Iterator[None]:
     except KeyboardInterrupt:
         if results is None:
             raise
-        words = "interrupted: nothing was changed; the same command goes on from what was read"
+        words = "interrupted: nothing was changed; the same command continues from what was read"
         raise printing.Interrupted(words) from None
 
 

@@ -37,7 +37,7 @@ from ckptfix.diagnosis.findings.duplicates import (
 )
 
 GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
-"""Roles of which Accelerate saves every entry; samplers and dataloaders may rightly skip numbers."""
+"""Roles whose entries Accelerate saves without a gap; samplers and dataloaders may rightly skip numbers."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]

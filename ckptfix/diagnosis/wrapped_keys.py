@@ -53,7 +53,7 @@ def _is_undecided(processes: int | None) -> bool:
     """Return whether the number of processes, the only evidence for nested wrappers, leaves the decision to the user.
 
     ``save_state`` takes one DistributedDataParallel off. So the script itself wraps its model as often as the keys
-    say, and looks for these keys. Without random states it was another save, of which nothing like that is known.
+    say, and looks for these keys. Without random states another program may have saved it, and this does not hold.
     """
     return processes is not None and processes > 1
 
@@ -187,7 +187,7 @@ class _Verdicts:
             return None
         undecided = _is_undecided(processes) and not is_proven
         if any(name.role in _OF_WEIGHTS for name in map(parse_file_name, self._folder.unscanned) if name):
-            # Another shard, the index, or the model of which this one is an average.
+            # Another shard, the index, or the model that this one averages.
             evidence, undecided = "the other weights of the folder, which may show why, were not read", True
         return _Nested(collapse(chain), evidence, assumed=True, is_undecided=undecided)
 

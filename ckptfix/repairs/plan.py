@@ -264,7 +264,7 @@ def _surplus(
     if surplus < 0:
         reason = f"{want} {role.value} asked for, the folder has {left}"
     elif surplus > len(copies):
-        reason = f"{want} {role.value} asked for, {left} are here, of which {len(copies)} equal another"
+        reason = f"{want} {role.value} asked for, the folder has {left}, and {len(copies)} equal another"
     elif surplus == len(copies) or _is_one_run(copies, position, dropped):
         return copies[len(copies) - surplus :]
     else:

@@ -397,7 +397,7 @@ def _not_empty(pieces: tuple[RecipePart, ...]) -> tuple[RecipePart, ...]:
 def _superseded(
     state: DcpFolder, metadata: DcpMetadata, places: Mapping[str, ItemLocation]
 ) -> Iterator[PurePosixPath]:
-    """Yield the files of an earlier repair of which every item has moved to a new one."""
+    """Yield the files of an earlier repair whose items have all moved to new files."""
     for name, items in metadata.items_by_file().items():
         path = state.path / name
         is_own = path in state.files and _OWN.fullmatch(path.name)

@@ -50,7 +50,7 @@ class UndoReceipt(Printable, Serialized):
         if self.unproven:
             files = list_names(map(str, self.unproven))
             yield line(
-                f"not proven: the content of {files}, of which the journal of ckptfix 0.4.0 has no digest"
+                f"not proven: the content of {files}: the journal of ckptfix 0.4.0 has no digest of it"
             )
         if self.remaining:
             earlier = count_of(self.remaining, "earlier repair")

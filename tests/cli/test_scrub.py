@@ -230,7 +230,7 @@ def test_the_next_run_goes_on_where_the_time_was_over(
     run(["scrub", str(runs), "--max-duration", "0s"])
     said = capsys.readouterr().out
     assert (
-        "the time is over, left: 5 checkpoints (3 never looked at); to go on from here, run the same command again\n"
+        "the time is over, left: 5 checkpoints (3 never looked at); to continue from here, run the same command again\n"
         in said
     )
     ones, summary = scrubbed(capsys, runs)
@@ -280,7 +280,7 @@ def test_a_file_is_stopped_halfway_and_takes_not_the_time_of_every_run(
     assert (summary["complete"], summary["data"]["read_bytes"] < 1 << 20) == (False, True)
     run(["scrub", *map(str, options), "2m30s"])
     said = capsys.readouterr().out
-    assert "stopped halfway: 1 file; the next run goes on in a file with digests of ranges" in said
+    assert "stopped halfway: 1 file; the next run continues in a file with digests of ranges" in said
     assert "3 before since" in said
     assert "1 never (1 stopped halfway)" in said
     assert scrubbed(capsys, *options, "4m50s")[1]["data"]["stopped"] == 1, "300 s were needed, and not had"
@@ -377,7 +377,7 @@ def test_an_interrupted_run_goes_on(runs: Path, capsys: Capture, monkeypatch: py
             patch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, threads=threads: threads)
             assert run(["scrub", str(runs)]) == 130
             assert (
-                "nothing was changed; to go on from here, run the same command again"
+                "nothing was changed; to continue from here, run the same command again"
                 in capsys.readouterr().err
             )
     assert scrubbed(capsys, runs)[1]["kept"] >= 2

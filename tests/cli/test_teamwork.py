@@ -259,7 +259,7 @@ def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
     ended = ranks(*command, strike=(rank, units, "kill"), CKPTFIX_TEAM_TIMEOUT="4")
     assert ended[rank].returncode == -9
     assert ended[1 - rank].returncode == 3
-    assert "next: the same command goes on from what was written" in ended[1 - rank].stderr
+    assert "next: the same command continues from what was written" in ended[1 - rank].stderr
     (staging,) = tmp_path.glob(".ckptfix-*")
     noted = [
         line for path in (tmp_path / "partial").glob("*.jsonl") for line in path.read_text().splitlines()
@@ -367,7 +367,7 @@ def test_after_ctrl_c_a_verb_that_reads_says_that_it_goes_on(pair: tuple[Path, P
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert ended.returncode == 130
     assert ended.stderr.endswith(
-        "interrupted: nothing was changed; the same command goes on from what was read\n"
+        "interrupted: nothing was changed; the same command continues from what was read\n"
     )
     assert "resuming: 3 of " in run(*command).stderr
 
@@ -408,7 +408,7 @@ def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank
     assert (
         "no sign of life for 8 s" if rank else "connection to the other processes is lost"
     ) in other.stderr
-    assert "the same command goes on from what was read" in other.stderr
+    assert "the same command continues from what was read" in other.stderr
     assert not (folder / MANIFEST).exists()
 
 
@@ -419,7 +419,7 @@ def test_a_rank_0_that_is_stopped_ends_the_other(tmp_path: Path) -> None:
     assert two[1].returncode == 3
     assert "rank 0 (process " in two[1].stderr
     assert "is stopped or lost, so all of them stop: no answer for 5 s" in two[1].stderr
-    assert "next: the same command goes on from what was read" in two[1].stderr
+    assert "next: the same command continues from what was read" in two[1].stderr
     assert not (folder / MANIFEST).exists()
 
 
