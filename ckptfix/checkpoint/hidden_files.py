@@ -36,7 +36,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, may_hold_weights
-from ckptfix.checkpoint.neighbours import names_of_neighbours
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.state_contents import Content, content_of, may_be_state
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
@@ -73,18 +73,17 @@ _OPTIMIZER, _FSDP = "optimizer.pt", "pytorch_model_fsdp.bin"
 _OF_TRANSFORMERS, _OF_ADAPTERS = STEMS_OF_LIBRARIES["transformers"], STEMS_OF_LIBRARIES["peft"]
 
 
-def hidden_files(folder: CheckpointFolder, home: Path | None = None) -> Iterator[HiddenFile]:
+def hidden_files(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[HiddenFile]:
     """Yield the files of a folder that its loader does not find by their names, one for each name it looks for.
 
-    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there. ``home``:
-    where its neighbours are, for a copy of another folder.
+    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there.
     """
     hidden: dict[str, HiddenFile] = {}
     # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's states.
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     if not is_of_trainer and _is_of_accelerate(folder):
-        near = _hidden_from_load_state(folder, home or folder.root)
-        for file in sorted((*near, *_miscounted(folder)), key=lambda file: not file.is_certain):
+        misnamed = _hidden_from_load_state(folder, neighbours)
+        for file in sorted((*misnamed, *_miscounted(folder)), key=lambda file: not file.is_certain):
             hidden.setdefault(file.wanted, file)
     if not folder.is_save_state:
         paths = (*(one.path for one in folder.components), *folder.strays, *folder.subfolders)
@@ -288,7 +287,7 @@ def _has_folder_of_weights(root: Path, names: Collection[str]) -> bool:
     return any(map(may_hold_weights, folders))
 
 
-def _hidden_from_load_state(folder: CheckpointFolder, home: Path) -> Iterator[HiddenFile]:
+def _hidden_from_load_state(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[HiddenFile]:
     """Yield the files that nearly have the name of a missing state of ``save_state``, and may be that state.
 
     Scripts use such names for files of their own: ``model_01.safetensors`` for an export, ``Scaler.pt`` for the mean of
@@ -329,7 +328,7 @@ def _hidden_from_load_state(folder: CheckpointFolder, home: Path) -> Iterator[Hi
             or any(count[more] > count[role] for more in _SHOWN_BY.get(role, ()) if number or not mark)
         )
         if near is None:
-            near = list(names_of_neighbours(home))
+            near = [save.names.every for save in neighbours.folders() if save.names.is_of_save_state]
         is_of_all = bool(near) and all(name in names and wanted not in names for names in near)
         is_of_others = any(wanted in names and name not in names for names in near)
         if is_of_others or (is_shown and not is_of_all):

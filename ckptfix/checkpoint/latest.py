@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
@@ -229,10 +230,13 @@ def gone_since_upload(root: Path) -> list[NotAsSaved]:
     return [] if gone and transactions(root) else gone
 
 
-def incomplete(checkpoint: Path, *, reads_files: bool = True) -> str | None:
+def incomplete(
+    checkpoint: Path, *, reads_files: bool = True, scan: Callable[[], CheckpointFolder] | None = None
+) -> str | None:
     """Return why a checkpoint is incomplete, None for a complete one.
 
-    ``reads_files``: off for a caller that has a finding for each damaged file.
+    ``reads_files``: off for a caller that has a finding for each damaged file. ``scan``: returns the folder with all
+    headers, for a caller that needs them, too.
 
     With the manifest of a save, every file of that save must exist with its size; a folder that was repaired since
     counts as complete. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and
@@ -276,19 +280,22 @@ def incomplete(checkpoint: Path, *, reads_files: bool = True) -> str | None:
         if problem is not None:
             return problem
     try:
-        return _damage(checkpoint, names) if reads_files else None
+        return _damage(checkpoint, names, scan) if reads_files else None
     except OSError as error:
         return described(error)
 
 
-def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
+def _damage(
+    checkpoint: Path, names: Collection[str], scan: Callable[[], CheckpointFolder] | None
+) -> str | None:
     """Return the problem of the first file that is empty, damaged, or under a wrong name. Raises OSError."""
     for name in names:
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
             return f"{name} is empty"
         if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
             return f"{name} has no {METADATA_NAME}, which is written last"
-    folder = scan_folder(checkpoint, wanted=_is_loaded_whole)
+    folder = scan() if scan is not None else scan_folder(checkpoint, wanted=_is_loaded_whole)
+    folder = replace(folder, components=tuple(one for one in folder.components if _is_loaded_whole(one.name)))
     for lost in lost_models(checkpoint, folder.plain_subfolders, names):
         return lost.problem
     problem = next((why for component in folder.components if (why := _unsound(folder, component))), None)

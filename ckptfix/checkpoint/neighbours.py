@@ -1,66 +1,350 @@
-"""The other checkpoints of a run, next to one of them on this machine or in a store."""
+"""The other checkpoints of a run, next to one of them on this machine or in a store.
+
+Each folder is listed once, and its files are read once, however many checkpoints are compared with it.
+"""
 
 import os
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import field, replace
+from itertools import islice
+from operator import attrgetter, itemgetter
+from pathlib import Path, PurePosixPath
+from threading import RLock
+from typing import NamedTuple, TypeVar, cast
 
-from ckptfix.checkpoint.filenames import is_one_of_several, parse_file_name, split_number
+from ckptfix.checkpoint.filenames import (
+    FileName,
+    Role,
+    describe_folder_name,
+    family_of,
+    is_one_of_several,
+    parse_file_name,
+    parse_folder_name,
+    split_number,
+)
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import listed_names, names_in, origin_of, store_of, subfolders
 
+COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
+"""Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders."""
 
-def neighbours(home: Path) -> Generator[tuple[str, bool, Path], None, None]:
-    """Yield up to four other checkpoints of a run: the two next to this one, the first and the last.
+NEXT_TO = (*COMPARED, Role.DATALOADER)
+"""Roles that are looked for next to a checkpoint. Without its state, ``load_state`` begins a dataloader again."""
 
-    Each has its name, whether it is an earlier one, and its folder, which for a store exists until the next one.
+CONFIGS = frozenset((CONFIG, ADAPTER))
+
+Part = tuple[Role, int]
+"""A role and the position of an entry, or the rank of a state of generators."""
+
+
+class Names(NamedTuple):
+    """The names in a checkpoint. ``parts``: as of ``parts_of``. ``folders``: names that may be of plain sub-folders.
+
+    ``single``: positions of the models that ``load_state`` finds in one file.
     """
-    home = Path(os.path.abspath(origin_of(home)))
-    before, after = _run_around(home)
-    numbers = [*before, *after]
-    for entry in dict.fromkeys((*before[-1:], *after[:1], *numbers[:1], *numbers[-1:])):
-        _, name = entry
-        is_earlier = entry in before and is_one_of_several(name)
-        with suppress(CkptfixError), folder_next_to(home, name) as folder:
-            yield name, is_earlier, folder
+
+    every: frozenset[str]
+    parts: dict[Part, str]
+    folders: frozenset[str]
+    single: frozenset[int]
+
+    @property
+    def is_save(self) -> bool:
+        """True where random states are among the names: a save ends with them."""
+        return any(role is Role.RNG_STATE for role, _ in self.parts)
+
+    @property
+    def is_of_save_state(self) -> bool:
+        """True where ``save_state`` wrote the files."""
+        return any(
+            (name := parse_file_name(file)) is not None and name.is_of_save_state for file in self.every
+        )
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True for a pipeline of diffusers."""
+        return PIPELINE in self.every
 
 
-_NEAREST = 2
-"""Checkpoints on either side of one whose names are read."""
+def names_of(names: Iterable[str]) -> Names:
+    """Return the names in a checkpoint. A listing does not say which are folders: those of models have no dot."""
+    every = frozenset(names)
+    folders = frozenset(
+        name
+        for name in every
+        if "." not in name and describe_folder_name(name) is None and not is_one_of_several(name)
+    )
+    parsed = map(parse_file_name, every)
+    single = frozenset(name.index for name in parsed if name is not None and is_loaded_model(name))
+    return Names(every, parts_of(map(PurePosixPath, sorted(every)), NEXT_TO), folders, single)
 
 
-def names_of_neighbours(home: Path) -> Iterator[frozenset[str]]:
-    """Yield the names of all files of each save of ``save_state`` near a checkpoint of a run; none that is unreadable.
+def is_loaded_model(name: FileName) -> bool:
+    """Return whether ``load_state`` reads the weights of a model from a file of this name."""
+    return name.role is Role.MODEL and name.load_order is not None
 
-    ``home``: as of ``neighbours``.
+
+def model_files(names: Iterable[str]) -> frozenset[str]:
+    """Return the configs and the weights by which a library finds a model in a folder; of shards the index alone.
+
+    A folder without such weights holds no model, whatever else is in it: a tokenizer has configs, too.
     """
-    home = Path(os.path.abspath(origin_of(home)))
-    before, after = _run_around(home)
-    with suppress(CkptfixError, OSError):
-        for _, name in (*before[-_NEAREST:], *after[:_NEAREST]):
-            names = frozenset(names_next_to(home, name))
-            parsed = map(parse_file_name, names)
-            if any(meaning is not None and meaning.is_of_save_state for meaning in parsed):
-                yield names
+    parsed = {name: parse_file_name(name) for name in names}
+    weights = {name for name, file in parsed.items() if file is not None and file.is_of_library}
+    whole = {name for name in weights if (file := parsed[name]) is not None and file.shard is None}
+    return frozenset((whole or weights) | (CONFIGS & parsed.keys())) if weights else frozenset()
 
 
-def _run_around(home: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return number and name of the checkpoints of a run before one of them, and of those after it.
+def parts_of(names: Iterable[PurePosixPath], roles: Collection[Role] = COMPARED) -> dict[Part, str]:
+    """Return the parts of a checkpoint, each with its first file or folder.
 
-    None where it is not of a run, or the folder above it may not be listed by whoever may read it.
+    ``load_state`` never reads a file with a name of the Trainer: next to random states of accelerate it is a script's.
     """
-    named = split_number(home.name)
-    if named is None:
-        return [], []
-    stem, own = named
-    try:
-        names = [name for name in folders_next_to(home) if name != home.name]
-    except (CkptfixError, OSError):
-        return [], []
-    numbered = ((split_number(name), name) for name in names)
-    run = sorted((parts[1], name) for parts, name in numbered if parts is not None and parts[0] == stem)
-    before = [entry for entry in run if entry[0] < own]
-    return before, run[len(before) :]
+    parsed = [(path, parse_file_name(path.name)) for path in names]
+    is_save_state = any(name is not None and name.is_of_save_state for _, name in parsed)
+    parts: dict[Part, str] = {}
+    for path, name in parsed:
+        if is_save_state and name is not None and name.is_of_trainer:
+            continue
+        if name is not None and name.role in roles:
+            part = (name.role, name.rank if name.rank is not None else name.index)
+        elif name is not None and name.role is Role.WEIGHTS_INDEX:
+            part = (Role.MODEL, 0)
+        elif (folder := parse_folder_name(path.name)) is not None:
+            part = (folder.role, folder.index)
+        else:
+            continue
+        parts.setdefault(part, path.name)
+    return parts
+
+
+def next_to_it(count: int) -> str:
+    """Return in words so many checkpoints next to one."""
+    return "the checkpoint next to it" if count == 1 else f"{count} checkpoints next to it"
+
+
+Numbered = tuple[int, str]
+"""The number of a checkpoint, and its name."""
+
+_MOST_RUNS = 32
+"""Runs that are remembered, those used last: the checkpoints of one follow each other in a listing."""
+
+_MOST_SCANS = 8
+"""Checkpoints of a run whose headers are remembered, those used last: that of an optimizer can have 10 MB."""
+
+_NEAR, _FAR = 2, 8
+"""Checkpoints that one is compared with on either side, and folders that are listed to find saves among them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """The checkpoints of a run in order of their numbers, and what was read of them.
+
+    ``home``: one of them. ``listed``: all in its folder; ``compared``: those that are surely of one run.
+    """
+
+    home: Path
+    listed: Sequence[Numbered]
+    compared: Sequence[Numbered]
+    names: dict[str, Names] = field(default_factory=dict)
+    models: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    scans: OrderedDict[str, dict[Role, CheckpointFolder]] = field(default_factory=OrderedDict)
+    lock: RLock = field(default_factory=RLock)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neighbour:
+    """A checkpoint of the run of another one. What is read of it is remembered.
+
+    ``is_before``: by its number.
+    """
+
+    run: _Run
+    name: str
+    is_before: bool
+
+    @property
+    def is_earlier(self) -> bool:
+        """True where the number counts saves: ``run_1`` and ``run_2`` may be two runs."""
+        return self.is_before and is_one_of_several(self.name)
+
+    @property
+    def names(self) -> Names:
+        """The names in it, none where it cannot be listed."""
+        known = self.run.names
+        with self.run.lock:
+            if self.name not in known:
+                listed: Iterable[str] = ()
+                with suppress(CkptfixError, OSError):
+                    listed = names_next_to(self.run.home, self.name)
+                names = names_of(listed)
+                # Most checkpoints of a run have equal names: 100,000 of them share one dict.
+                last = next(reversed(known.values()), names)
+                known[self.name] = last if last == names else names
+            return known[self.name]
+
+    @property
+    def parts(self) -> dict[Part, str]:
+        """Its parts, as of ``parts_of``."""
+        return self.names.parts
+
+    def model_in(self, below: str) -> frozenset[str]:
+        """Return the files of a model in a sub-folder, as of ``model_files``."""
+        key = self.name, below
+        with self.run.lock:
+            if key not in self.run.models:
+                names: Iterable[str] = ()
+                with suppress(CkptfixError, OSError):
+                    names = names_next_to(self.run.home, f"{self.name}/{below}")
+                self.run.models[key] = model_files(names)
+            return self.run.models[key]
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """Yield its folder. That of a store exists until the end of the block. Raises CkptfixError."""
+        with folder_next_to(self.run.home, self.name) as folder:
+            yield folder
+
+    def scan(self, *roles: Role, root: Path | None = None) -> CheckpointFolder:
+        """Return the headers of its files of these roles. ``root``: its folder, where it is open already.
+
+        Raises CkptfixError, OSError.
+        """
+        scans = self.run.scans
+        with self.run.lock:
+            known = scans.pop(self.name, {})
+            scans[self.name] = known
+            if len(scans) > _MOST_SCANS:
+                scans.popitem(last=False)
+        unread = [role for role in roles if role not in known]
+        if unread:
+            # Without the lock: reads of a store wait until all threads wait for one. Two may scan at once.
+            with self.opened() if root is None else nullcontext(root) as folder:
+                scan = scan_folder(folder, wanted=lambda file: file.role in unread)
+            for role in unread:
+                of_role = tuple(component for component in scan.components if component.role is role)
+                known[role] = replace(scan, components=of_role)
+        components = (component for role in roles for component in known[role].components)
+        return replace(known[roles[0]], components=tuple(sorted(components, key=attrgetter("path"))))
+
+
+def scanned(near: Iterable[Neighbour], *roles: Role) -> Iterator[tuple[Neighbour, CheckpointFolder]]:
+    """Yield checkpoints with their files of these roles, without those that cannot be read: a run may delete one."""
+    for neighbour in near:
+        with suppress(CkptfixError, OSError):
+            yield neighbour, neighbour.scan(*roles)
+
+
+_Judgement = TypeVar("_Judgement")
+
+
+class Siblings:
+    """Checkpoints grouped by run: those of a run lie in one folder, and differ in one number of the name.
+
+    Names that libraries give to checkpoints are looked up in the folder that holds them. Others count as a run among
+    ``paths``: the checkpoints, or with ``is_recursive`` the folders below which each is one. Several threads may ask.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]] = (), *, is_recursive: bool = False) -> None:
+        self._paths: defaultdict[tuple[Path, str], list[Numbered]] = defaultdict(list)
+        every = dict.fromkeys(map(Path, paths))
+        for path in every:
+            if named := split_number(path.name):
+                stem, number = named
+                self._paths[path.parent, stem].append((number, path.name))
+        self._above = frozenset(every) if is_recursive else frozenset()
+        self._runs: OrderedDict[tuple[Path, str], _Run] = OrderedDict()
+        self._judged: dict[Path, object] = {}
+        self._lock = RLock()
+
+    def of(self, folder: Path) -> "Neighbours":
+        """Return the checkpoints next to a folder."""
+        return Neighbours(self, Path(os.path.abspath(origin_of(folder))))
+
+    def once(self, near: "Neighbours", judge: Callable[[], _Judgement]) -> _Judgement:
+        """Return the judgement on a checkpoint, made once: each bare one of a run asks about the same others."""
+        # Without a lock: its holder would wait for the threads that wait for the lock. Two may judge at once.
+        if near.home not in self._judged:
+            self._judged[near.home] = judge()
+        return cast(_Judgement, self._judged[near.home])
+
+    def run_of(self, home: Path) -> _Run:
+        """Return the run of a checkpoint, an empty one where its name has no number."""
+        named = split_number(home.name)
+        if named is None:
+            return _Run(home, (), ())
+        stem, _ = named
+        key = home.parent, stem
+        with self._lock:
+            run = self._runs.pop(key, None) or self._listed(home, stem)
+            self._runs[key] = run
+            if len(self._runs) > _MOST_RUNS:
+                self._runs.popitem(last=False)
+            return run
+
+    def _listed(self, home: Path, stem: str) -> _Run:
+        listed: list[Numbered] = []
+        # Whoever reads a checkpoint may not be allowed to list the folder above it.
+        with suppress(CkptfixError, OSError):
+            numbered = ((split_number(name), name) for name in folders_next_to(home))
+            listed = sorted((parts[1], name) for parts, name in numbered if parts and parts[0] == stem)
+        above = home.parent
+        is_known = family_of(home.name) is not None or not self._above.isdisjoint((above, *above.parents))
+        return _Run(home, listed, listed if is_known else sorted(self._paths[above, stem]))
+
+
+class Neighbours:
+    """The other checkpoints of the run of one. ``home``: its folder; that of the source for a copy."""
+
+    def __init__(self, siblings: Siblings, home: Path) -> None:
+        self.siblings = siblings
+        self.home = home
+
+    def saves(self) -> tuple[list[Neighbour], list[Neighbour]]:
+        """Return the nearest saves before the checkpoint and after it, the nearest first."""
+        run = self.siblings.run_of(self.home)
+        before, after = self._sides(run.compared)
+        earlier, later = (
+            (Neighbour(run, run.compared[place][1], place in before) for place in places)
+            for places in (before[: -_FAR - 1 : -1], after[:_FAR])
+        )
+        return _nearest_saves(earlier), _nearest_saves(later)
+
+    def nearest(self) -> list[Neighbour]:
+        """Return these saves: those next to the checkpoint first, the earlier one before the later one."""
+        before, after = self.saves()
+        return [*before[:1], *after[:1], *before[1:], *after[1:]]
+
+    def folders(self) -> list[Neighbour]:
+        """Return the folders next to the checkpoint, two on either side, whatever they hold."""
+        run = self.siblings.run_of(self.home)
+        before, after = self._sides(run.listed)
+        places = (*before[-_NEAR:], *after[:_NEAR])
+        return [Neighbour(run, run.listed[place][1], place in before) for place in places]
+
+    def spread(self) -> list[Neighbour]:
+        """Return up to four folders, whatever they hold: the two next to the checkpoint, the first and the last."""
+        run = self.siblings.run_of(self.home)
+        before, after = self._sides(run.listed)
+        places = dict.fromkeys((*before[-1:], *after[:1], *before[:1], *after[-1:]))
+        return [Neighbour(run, run.listed[place][1], place in before) for place in places]
+
+    def _sides(self, numbered: Sequence[Numbered]) -> tuple[range, range]:
+        """Return the places of the checkpoints before this one, and of those after it."""
+        _, number = split_number(self.home.name) or ("", 0)
+        before = bisect_left(numbered, number, key=itemgetter(0))
+        after = bisect_right(numbered, number, key=itemgetter(0))
+        return range(before), range(after, len(numbered))
+
+
+def _nearest_saves(near: Iterable[Neighbour]) -> list[Neighbour]:
+    return list(islice((neighbour for neighbour in near if neighbour.names.is_save), _NEAR))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ checkpoints next to this one: a model that was prepared twice is equal in all of
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -16,13 +16,13 @@ from struct import unpack
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_folder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
-from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.pairing import Pairing, differing_tensors, first_unequal, pair_up
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import FormatError, OperationError
+from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.safetensors_file import read_safetensors
@@ -273,14 +273,11 @@ class History(NamedTuple):
 class Evidence:
     """Evidence in a folder, its manifest and the checkpoints next to it about the run that saved them."""
 
-    def __init__(self, folder: CheckpointFolder, manifest: Manifest | None, home: Path) -> None:
-        """Store the folder without reading files; ``manifest`` counts only when a save wrote it.
-
-        ``home``: where its neighbours are; another folder than its own for a copy that is being repaired.
-        """
+    def __init__(self, folder: CheckpointFolder, manifest: Manifest | None, neighbours: Neighbours) -> None:
+        """Store the folder without reading files; ``manifest`` counts only when a save wrote it."""
         self.folder = folder
         self.manifest = manifest if manifest is not None and manifest.is_of_a_save else None
-        self._home = home
+        self._neighbours = neighbours
         self._known: dict[PurePosixPath, dict[str, TensorInfo]] = {}
 
     def doubts(
@@ -445,23 +442,21 @@ class Evidence:
         number, so that a repair of this folder changes no answer.
         """
         is_moved = False
-        with closing(neighbours(self._home)) as near:
-            for name, is_earlier, root in near:
-                try:
-                    models = scan_folder(root, wanted=lambda one: one.role is Role.MODEL).entries(Role.MODEL)
-                    every = [one for entries in models for one in entries if one.problem is None]
-                    originals = [one for one in every if _has_keys_of(one, original)]
-                    for twin in (one for one in every if _has_keys_of(one, entry)):
-                        if originals and not any(_is_equal(root, one, root, twin) for one in originals):
-                            return History(apart=name)
-                    is_moved |= (
-                        is_earlier
-                        and bool(originals)
-                        and not any(_is_equal(self.folder.root, original, root, one) for one in originals)
-                        and all(self._has_other_parameters(original, root, one) for one in originals)
-                    )
-                except (FormatError, OSError, OperationError):
-                    continue  # that checkpoint has findings of its own
+        for neighbour in self._neighbours.spread():
+            # A checkpoint that cannot be read has findings of its own.
+            with suppress(CkptfixError, OSError), neighbour.opened() as root:
+                models = neighbour.scan(Role.MODEL, root=root).entries(Role.MODEL)
+                every = [model for entries in models for model in entries if model.problem is None]
+                originals = [model for model in every if _has_keys_of(model, original)]
+                for twin in (model for model in every if _has_keys_of(model, entry)):
+                    if originals and not any(_is_equal(root, one, root, twin) for one in originals):
+                        return History(apart=neighbour.name)
+                is_moved |= (
+                    neighbour.is_earlier
+                    and bool(originals)
+                    and not any(_is_equal(self.folder.root, original, root, one) for one in originals)
+                    and all(self._has_other_parameters(original, root, one) for one in originals)
+                )
         return History(is_moved=is_moved)
 
     def _has_other_parameters(self, original: Component, root: Path, earlier: Component) -> bool:

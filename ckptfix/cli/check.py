@@ -13,6 +13,7 @@ import click
 
 from ckptfix.checkpoint.filenames import family_of
 from ckptfix.checkpoint.latest import Candidate, judge, numbered, taken_instead
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
@@ -21,7 +22,6 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.resumable import choose, examine
-from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.doors import made

@@ -10,10 +10,10 @@ from time import monotonic, time
 
 import click
 
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
-from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Control, Share
 from ckptfix.verification.scrub import ORDER, Scrub, ScrubResult, moment, parse_duration, parse_subset

@@ -2,11 +2,12 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import field, replace
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
@@ -15,7 +16,7 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folde
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
-from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
@@ -35,7 +36,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
-from ckptfix.diagnosis.siblings import Siblings, compared
+from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
@@ -271,27 +272,40 @@ def check(
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
-    target = find_target(path)
+    grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
+    return _checked(find_target(path), grouped, data=data, resumes=resumes, progress=progress)
+
+
+def _checked(
+    target: Target,
+    siblings: Siblings,
+    *,
+    scan: Callable[[], CheckpointFolder] | None = None,
+    data: bool = False,
+    resumes: bool = False,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Return the report of ``check``. ``scan``: returns the folder, whose headers the caller needs, too."""
     if target.only is None and (found := _staging(target.root, PurePosixPath(), rest=False)):
         nothing = CheckpointFolder(root=target.root, only=None, components=(), strays=(), subfolders={})
         return CheckReport(
             path=target.path, folder=nothing, sharded=(), deepspeed=(), findings=(found,), not_checked=()
         )
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
-        folder = scan_folder(target.root, target.only)
+        folder = scan() if scan is not None else scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
-        grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
-        bare = judge_bare(folder, grouped.once(resume_problem)) if not pending else None
+        bare = judge_bare(folder, partial(resume_problem, siblings=siblings)) if not pending else None
         if bare is None and not pending and not (target.only is None and lists_models(target.root)):
             if (inner := nested_checkpoint(folder)) is not None:
                 report = check(inner, data=data, siblings=siblings, resumes=resumes, progress=progress)
                 misplaced = _nested(target.root, inner)
                 return replace(report, findings=(*misplaced, *report.findings)) if misplaced else report
             ensure_checkpoint(folder)
-        diagnosis = diagnose(folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND)
-    lacking = (
-        bare.beyond(diagnosis.findings) if bare is not None else missing_here(target, diagnosis, grouped)
-    )
+        near = siblings.of(target.root)
+        diagnosis = diagnose(
+            folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND, neighbours=near
+        )
+    lacking = bare.beyond(diagnosis.findings) if bare is not None else missing_here(target, diagnosis, near)
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have some.
@@ -323,32 +337,26 @@ def _nested(outer: Path, inner: Path) -> tuple[NestedCheckpoint, ...]:
     return (NestedCheckpoint(path=PurePosixPath(), missing=(), known_by="", outer=str(outer)),)
 
 
-def missing_here(
-    target: Target, diagnosis: Diagnosis, siblings: Siblings, *, home: Path | None = None
-) -> tuple[Finding, ...]:
-    """Return the findings that the checkpoints next to one show: files that it lacks, and files of other entries.
-
-    ``home``: as of ``compared``.
-    """
+def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -> tuple[Finding, ...]:
+    """Return the findings that the checkpoints next to one show: files that it lacks, and files of other entries."""
     is_without_model = any(isinstance(one, MissingModel) and not one.model for one in diagnosis.findings)
     if target.only is not None or is_without_model:
         return ()
     told = {name for finding in diagnosis.findings for name in _told_of(finding)}
-    missing = compared(target.root, siblings, told, home=home)
+    missing = compared(target.root, neighbours, told)
     damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
     folder = diagnosis.folder
     return (
         *missing,
-        *diagnose_unread_shards(folder, siblings, home=home),
+        *diagnose_unread_shards(folder, neighbours),
         *diagnose_exchanged(
             folder,
-            siblings,
+            neighbours,
             damaged,
             is_contradicted=any(isinstance(finding, MismatchedRates) for finding in diagnosis.findings),
-            home=home,
         ),
-        *surplus_objects(folder, siblings, home=home),
-        *exchanged_loaders(folder, siblings, home=home),
+        *surplus_objects(folder, neighbours),
+        *exchanged_loaders(folder, neighbours),
     )
 
 
@@ -363,33 +371,57 @@ def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
     return incomplete(target.root, reads_files=False) or ""
 
 
-def resume_problem(checkpoint: Path) -> str | None:
+class _Judgement(NamedTuple):
+    """The answer whether a run resumes from a checkpoint.
+
+    ``problem``: why not, None where it does. ``doubts``: findings that stop it, unless the script saves so each time.
+    ``codes``: of all findings, with their paths.
+    """
+
+    problem: str | None
+    doubts: tuple[Finding, ...] = ()
+    codes: frozenset[tuple[str, PurePosixPath]] = frozenset()
+
+
+def resume_problem(checkpoint: Path, *, siblings: Siblings | None = None) -> str | None:
     """Return why no run resumes from a checkpoint, None for one that ``latest_checkpoint`` takes.
 
     It is incomplete, or ``check`` finds in it what makes the load or the next step fail. Reads headers, not the data.
+    ``siblings``: what is known of other checkpoints.
     """
-    problem = incomplete(checkpoint)
-    if problem is not None:
-        return problem
-    try:
-        report = check(checkpoint)
-    except (CkptfixError, OSError) as error:
-        return described(error)
-    return next(_stopping(report), None) or _new_problem(report)
-
-
-def _new_problem(report: CheckReport) -> str | None:
-    """Return the finding that the script does not save each time: the checkpoint before lacks it and loads."""
-    doubts = [finding for finding in report.findings if finding.stops_if_new]
-    for _, is_earlier, folder in neighbours(report.path) if doubts else ():
-        with suppress(CkptfixError, OSError):
-            if not is_earlier or incomplete(folder) is not None:
-                continue
-            before = check(folder)
-            if not any(_stopping(before)):
-                usual = {(finding.code, finding.path) for finding in before.findings}
-                return next((str(one) for one in doubts if (one.code, one.path) not in usual), None)
+    siblings = siblings or Siblings()
+    own = _judgement(checkpoint, siblings)
+    if own.problem is not None or not own.doubts:
+        return own.problem
+    for neighbour in siblings.of(checkpoint).spread():
+        if neighbour.is_earlier:
+            with suppress(CkptfixError, OSError), neighbour.opened() as folder:
+                before = _judgement(folder, siblings)
+                if before.problem is None:
+                    new = (doubt for doubt in own.doubts if (doubt.code, doubt.path) not in before.codes)
+                    return next(map(str, new), None)
     return None
+
+
+def _judgement(checkpoint: Path, siblings: Siblings) -> _Judgement:
+    scan = cache(partial(scan_folder, checkpoint))
+
+    def judge() -> _Judgement:
+        problem = incomplete(checkpoint, scan=scan)
+        if problem is not None:
+            return _Judgement(problem)
+        try:
+            report = _checked(find_target(checkpoint), siblings, scan=scan)
+        except (CkptfixError, OSError) as error:
+            return _Judgement(described(error))
+        findings = report.findings
+        return _Judgement(
+            problem=next(_stopping(report), None),
+            doubts=tuple(finding for finding in findings if finding.stops_if_new),
+            codes=frozenset((finding.code, finding.path) for finding in findings),
+        )
+
+    return siblings.once(siblings.of(checkpoint), judge)
 
 
 def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False) -> Iterator[str]:

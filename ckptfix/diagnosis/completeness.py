@@ -50,6 +50,7 @@ from ckptfix.checkpoint.model_configs import (
     lost_models,
     may_hold_weights,
 )
+from ckptfix.checkpoint.neighbours import Neighbours, parts_of
 from ckptfix.checkpoint.trainer_folders import (
     MissingState,
     TrainerProgress,
@@ -70,7 +71,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     Salvaged,
 )
-from ckptfix.diagnosis.siblings import parts_of, under_name_of_trainer
+from ckptfix.diagnosis.siblings import under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
@@ -423,9 +424,9 @@ def diagnose_save(
     explained: Collection[PurePosixPath],
     *,
     has_deepspeed: bool,
-    home: Path | None = None,
+    neighbours: Neighbours,
 ) -> SaveDiagnosis:
-    """Compare a folder with the files that its save wrote. ``home``: as of ``compared``.
+    """Compare a folder with the files that its save wrote.
 
     ``explained``: damaged files with another finding. ``has_deepspeed``: DeepSpeed has the optimizer.
     """
@@ -455,7 +456,7 @@ def diagnose_save(
         if not is_saved:
             unchecked += unchecked_shards(folder)
         if not (is_saved or gone):  # a manifest says what belongs here
-            hidden = tuple(hidden_files(folder, home))
+            hidden = tuple(hidden_files(folder, neighbours))
             findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)
             findings += _misnamed(folder, hidden)
             unchecked += (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)

@@ -4,20 +4,15 @@ torchdata's loader asks for other keys with workers than without, and refuses an
 (torchdata 0.11). Nothing in a folder shows how many workers a loader has: the checkpoints next to it do.
 """
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import Role, split_number
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.neighbours import folder_next_to
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.neighbours import Neighbours, next_to_it, scanned
 from ckptfix.checkpoint.state_contents import content_of, is_of_torchdata, state_problem, workers_of_loader
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
-from ckptfix.diagnosis.siblings import Siblings, next_to_it
-from ckptfix.errors import CkptfixError
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.storage.reading import origin_of
 from ckptfix.wording import count_of
 
 
@@ -35,27 +30,22 @@ def unjudged_loaders(folder: CheckpointFolder) -> Iterator[str]:
             yield f"{component.path}: not a state of torchdata's StatefulDataLoader, whose first batch fails with it"
 
 
-def exchanged_loaders(
-    folder: CheckpointFolder, siblings: Siblings, *, home: Path | None = None
-) -> Iterator[MisplacedEntry]:
+def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
     """Yield the states of loaders with another number of workers than in all checkpoints next to this one.
 
     At an end of the run the script may have changed the number: a note, unless two files were exchanged.
-    ``home``: as of ``diagnose_exchanged``.
     """
-    origin = Path(os.path.abspath(origin_of(home or folder.root)))
     own = _workers(folder)
-    if not own or folder.only is not None or split_number(origin.name) is None:
+    if not own or folder.only is not None:
         return
-    saves = siblings.nearest(origin)
+    saves = neighbours.nearest()
     near: list[Mapping[PurePosixPath, int]] = []
-    for sibling, _ in saves:
-        with suppress(CkptfixError, OSError), folder_next_to(origin, sibling.name) as root:
-            there = _workers(scan_folder(root, wanted=lambda file: file.role is Role.DATALOADER))
-            if there.keys() == own.keys():
-                near.append(there)
-            if there == own:
-                return
+    for _, saved in scanned(saves, Role.DATALOADER):
+        there = _workers(saved)
+        if there.keys() == own.keys():
+            near.append(there)
+        if there == own:
+            return
     if not near:
         return
     for path, workers in own.items():
@@ -72,7 +62,7 @@ def exchanged_loaders(
             continue
         if len(near) == 1 and not partners:
             continue
-        is_between = len({is_earlier for _, is_earlier in saves}) == 2
+        is_between = len({save.is_before for save in saves}) == 2
         is_wrong = bool(partners) or is_between
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=path,

@@ -10,6 +10,7 @@ from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
+from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
@@ -177,7 +178,7 @@ def diagnose(
     drops: Iterable[Role] = (),
     known: Verdicts | None = None,
     looked_at: Collection[str] = (),
-    home: Path | None = None,
+    neighbours: Neighbours | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
@@ -185,12 +186,12 @@ def diagnose(
     By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files to be
     dropped (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check
     --data``). ``drops``: the roles whose equal entries will be dropped. ``known``: earlier comparisons that
-    still hold. ``looked_at``: names of files that the caller reads. ``home``: where its neighbours are, for a copy
-    of another folder. ``progress`` is called with byte counts.
+    still hold. ``looked_at``: names of files that the caller reads. ``neighbours``: those of its source for a copy.
+    ``progress`` is called with byte counts.
 
     Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer be read.
     """
-
+    neighbours = neighbours or Siblings().of(folder.root)
     verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
     digests: dict[PurePosixPath, Digests] = {}
 
@@ -230,7 +231,7 @@ def diagnose(
             for finding in findings
             if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
         )
-        evidence = Evidence(named, usable_manifest(folder.root), home or folder.root)
+        evidence = Evidence(named, usable_manifest(folder.root), neighbours)
         findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
         doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
         findings += diagnose_states(evidence, compare, drops, doubled)
@@ -263,11 +264,9 @@ def diagnose(
         if folder.only is None:
             findings += diagnose_schedules(folder, optimizers, damaged)
             step = trainer.step if not folder.is_save_state else None
-            findings += diagnose_progress(folder, optimizers, damaged, home or folder.root, step)
-            findings += diagnose_empty_optimizers(
-                folder, sharded, optimizers, damaged, home or folder.root, step
-            )
-            findings += diagnose_empty_schedulers(folder, home or folder.root)
+            findings += diagnose_progress(folder, optimizers, damaged, neighbours, step)
+            findings += diagnose_empty_optimizers(folder, sharded, optimizers, damaged, neighbours, step)
+            findings += diagnose_empty_schedulers(folder, neighbours)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:
             # After a repair, too: by samples alone a difference that it found before would be gone.
@@ -276,7 +275,9 @@ def diagnose(
                 folder.root, groups, existing, corrupt, prove=proves, data=data, progress=progress
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
-        of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed), home=home)
+        of_save = diagnose_save(
+            folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
+        )
         findings += of_save.findings
         findings += broken_trainer_state(folder, trainer)
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}

@@ -11,17 +11,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.bundled_optimizers import Bundle
 from ckptfix.diagnosis.findings.inconsistent import EmptyOptimizer, LostMoments
 from ckptfix.diagnosis.optimizer_kinds import kind_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
+from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import count_of
@@ -35,12 +36,12 @@ def diagnose_empty_optimizers(
     sharded: Sequence[DcpFolder],
     optimizers: Sequence[SavedOptimizer],
     damaged: frozenset[PurePosixPath],
-    home: Path,
+    neighbours: Neighbours,
     step: int | None,
 ) -> Iterator[EmptyOptimizer]:
     """Yield the optimizers without states that made steps by the files next to them.
 
-    ``damaged``: files with another finding. ``home``: where the checkpoints next to this one are. ``step``: of
+    ``damaged``: files with another finding. ``step``: of
     ``trainer_state.json``, None in a folder of accelerate. The options of a DCP folder have no values there, so that
     only an earlier checkpoint shows that its optimizer keeps states.
     """
@@ -56,7 +57,7 @@ def diagnose_empty_optimizers(
     }
     if not empty:
         return
-    earlier = _with_states(empty, home)
+    earlier = _with_states(empty, neighbours)
     moves = _moves(folder)
     for path, saved in empty.items():
         kind, evidence, parameters = EmptyOptimizer, "", len(set(saved.parameters))
@@ -146,21 +147,21 @@ def _has_states(saved: SavedOptimizer) -> bool:
 
 
 def _with_states(
-    empty: Mapping[PurePosixPath, SavedOptimizer], home: Path
+    empty: Mapping[PurePosixPath, SavedOptimizer], neighbours: Neighbours
 ) -> dict[PurePosixPath, tuple[str, SavedOptimizer]]:
     """Return the earlier checkpoints in which the optimizers of these paths have states, by their names."""
     having: dict[PurePosixPath, tuple[str, SavedOptimizer]] = {}
-    for name, is_earlier, path in neighbours(home):
+    for neighbour in neighbours.spread():
+        if not neighbour.is_earlier:
+            continue
         # A run may delete it now.
-        with suppress(OSError):
-            if not is_earlier:
-                continue
-            there = scan_folder(path, wanted=lambda file: file.role is Role.OPTIMIZER)
+        with suppress(CkptfixError, OSError), neighbour.opened() as root:
+            there = neighbour.scan(Role.OPTIMIZER, root=root)
             for saved in saved_optimizers(there, scan_dcp_folders(there)):
                 own = empty.get(saved.path)
                 is_same = own is not None and saved.options == own.options and _sets(saved) == _sets(own)
                 if is_same and any(saved.states.values()):
-                    having.setdefault(saved.path, (name, saved))
+                    having.setdefault(saved.path, (neighbour.name, saved))
     return having
 
 

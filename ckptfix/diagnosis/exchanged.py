@@ -16,18 +16,17 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import Role, split_number
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
-from ckptfix.checkpoint.neighbours import folder_next_to
+from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
-from ckptfix.diagnosis.siblings import Siblings, next_to_it
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_end, read_entries
-from ckptfix.storage.reading import open_reader, origin_of, store_of
+from ckptfix.storage.reading import open_reader, store_of
 from ckptfix.wording import count_of, list_names
 
 _ROLES = (Role.MODEL, Role.OPTIMIZER)
@@ -139,20 +138,17 @@ class _Neighbour(NamedTuple):
 
 def diagnose_exchanged(
     folder: CheckpointFolder,
-    siblings: Siblings,
+    neighbours: Neighbours,
     damaged: frozenset[PurePosixPath],
     *,
     is_contradicted: bool = False,
-    home: Path | None = None,
 ) -> Iterator[MisplacedEntry]:
     """Yield the models and optimizers that the checkpoints next to this one have under other names, or not at all.
 
     ``damaged``: files with an error. ``is_contradicted``: a scheduler has learning rates of other param groups.
-    ``home``: where its neighbours are, for a copy of another folder. A checkpoint with a damaged file, or whose
-    optimizers contradict its models, shows nothing about an intact one.
+    A checkpoint with a damaged file, or whose optimizers contradict its models, shows nothing about an intact one.
     """
-    origin = Path(os.path.abspath(origin_of(home or folder.root)))
-    if folder.only is not None or split_number(origin.name) is None:
+    if folder.only is not None:
         return
     lists = [
         components
@@ -163,7 +159,7 @@ def diagnose_exchanged(
     ]
     files = {component.path: component for components in lists for component in components}
     roles = {components[0].role for components in lists}
-    near = _neighbours(origin, siblings, files, roles) if lists else []
+    near = _neighbours(neighbours, files, roles) if lists else []
     is_in_order = not near or _is_in_order(folder)
     near = [neighbour for neighbour in near if neighbour.is_in_order or not is_in_order]
     if not near:
@@ -203,21 +199,17 @@ def diagnose_exchanged(
         )
 
 
-def surplus_objects(
-    folder: CheckpointFolder, siblings: Siblings, *, home: Path | None = None
-) -> Iterator[MisplacedEntry]:
+def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
     """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a file too many.
 
     A script that registers one more has it in all later checkpoints, so that at an end of the run it is a note. So it
     is where they have none: the script may have registered objects in this save alone.
-    ``home``: as of ``diagnose_exchanged``.
     """
     own = {one.name.index: one.path for one in folder.components if one.role is Role.CUSTOM}
-    origin = Path(os.path.abspath(origin_of(home or folder.root)))
     manifest = usable_manifest(folder.root)
-    if not own or split_number(origin.name) is None or (manifest is not None and manifest.is_of_a_save):
+    if not own or (manifest is not None and manifest.is_of_a_save):
         return
-    before, after = siblings.around(origin)
+    before, after = neighbours.saves()
     near = [*before, *after]
     known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
     surplus = sorted(own.keys() - known)
@@ -232,19 +224,19 @@ def surplus_objects(
 
 
 def _neighbours(
-    origin: Path, siblings: Siblings, files: Mapping[PurePosixPath, Component], roles: Collection[Role]
+    neighbours: Neighbours, files: Mapping[PurePosixPath, Component], roles: Collection[Role]
 ) -> list[_Neighbour]:
     """Return the nearest checkpoints with just these files, none where one has all of them in the same outline."""
     near = []
-    for sibling, is_earlier in siblings.nearest(origin):
-        names = {PurePosixPath(file) for (role, _), file in sibling.parts.items() if role in roles}
+    for neighbour in neighbours.nearest():
+        names = {PurePosixPath(file) for (role, _), file in neighbour.parts.items() if role in roles}
         if names != files.keys():
             continue
-        with suppress(CkptfixError, OSError), folder_next_to(origin, sibling.name) as root:
+        with suppress(CkptfixError, OSError), neighbour.opened() as root:
             if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
-            there = scan_folder(root, wanted=lambda file: file.role in _ROLES)
-            near.append(_Neighbour(there, is_earlier, _is_in_order(there)))
+            there = neighbour.scan(*_ROLES, root=root)
+            near.append(_Neighbour(there, neighbour.is_before, _is_in_order(there)))
     return near
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import FAMILIES, family_of
@@ -17,6 +18,7 @@ from ckptfix.checkpoint.latest import (
     numbered,
     partly_repaired,
 )
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.storage.atomic import read_file
@@ -24,9 +26,12 @@ from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 
 
-def examine(path: Path, number: int) -> Candidate:
-    """Return a numbered checkpoint, with the reason why no run resumes from it as its problem."""
-    return judge(path, number, resume_problem)
+def examine(path: Path, number: int, siblings: Siblings | None = None) -> Candidate:
+    """Return a numbered checkpoint, with the reason why no run resumes from it as its problem.
+
+    ``siblings``: what is known of others; each is read once for all of them.
+    """
+    return judge(path, number, partial(resume_problem, siblings=siblings))
 
 
 def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
@@ -49,13 +54,16 @@ class Choice:
 
 
 def choose(
-    folder: Path, patterns: Collection[str] = FAMILIES, look: Callable[[Path, int], Candidate] = examine
+    folder: Path,
+    patterns: Collection[str] = FAMILIES,
+    look: Callable[[Path, int], Candidate] | None = None,
 ) -> Choice | None:
     """Return the newest complete checkpoint of a folder, None where no folder in it is named as a checkpoint is.
 
-    ``look``: returns one with its problem. It is called for as few as it takes, as a run may have 100,000: newest
-    first, until one is complete. Raises OSError.
+    ``look``: returns one with its problem, by default ``examine``. It is called for as few as it takes, as a run may
+    have 100,000: newest first, until one is complete. Raises OSError.
     """
+    look = look or partial(examine, siblings=Siblings())
     families: list[tuple[list[Candidate], Candidate | None]] = []
     for family in numbered(folder, patterns).values():
         broken: list[Candidate] = []
@@ -116,8 +124,9 @@ def instead_of(checkpoint: Path) -> str:
             return f"load the interrupted save, which is intact in {shell_path(staged)}"
     if (family := family_of(checkpoint.name)) is not None:
         with suppress(OSError):
+            siblings = Siblings()
             others = (
-                examine(path, number)
+                examine(path, number, siblings)
                 for number, path in numbered(checkpoint.parent, (family[0],)).get(family[0], ())
                 if path.name != checkpoint.name
             )

@@ -13,14 +13,14 @@ schedule once for each of its steps, but for those that fp16 skips. Nothing coun
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.neighbours import neighbours
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.neighbours import Neighbour, Neighbours, scanned
 from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
@@ -34,7 +34,7 @@ from ckptfix.diagnosis.findings.misplaced import (
     UnknownState,
 )
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
-from ckptfix.errors import FormatError
+from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 
@@ -134,17 +134,17 @@ _EMPTY = (
 )
 
 
-def diagnose_empty_schedulers(folder: CheckpointFolder, home: Path) -> Iterator[UnknownState]:
+def diagnose_empty_schedulers(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[UnknownState]:
     """Yield the schedulers whose state is an empty dict, unless the script seems to save that.
 
     Every scheduler of torch has a state, and a class of a script may have none: then it has none in the checkpoints
-    next to this one, in the folder ``home``, either.
+    next to this one, either.
     """
     schedulers = _states_of_schedulers(folder)
     empty = [path for path, file in schedulers.items() if holds_no_tensor(file)]
     if not empty:
         return
-    near = [_states_of_schedulers(there) for _, there in _next_to(home, (Role.SCHEDULER,))]
+    near = [_states_of_schedulers(there) for _, there in scanned(neighbours.spread(), Role.SCHEDULER)]
     for path in empty:
         are_empty = [holds_no_tensor(files[path]) for files in near if path in files]
         if any(are_empty):
@@ -174,7 +174,6 @@ class _Progress(NamedTuple):
     holders: Mapping[tuple[float, ...], Sequence[int]]
     last: Mapping[int, tuple[float, ...]]
     moves: int | None
-    step: int | None
 
     def disagrees(self, index: int) -> bool | None:
         """Return whether a scheduler gave its optimizer other rates, None where that is not known."""
@@ -198,29 +197,32 @@ def diagnose_progress(
     folder: CheckpointFolder,
     optimizers: Sequence[SavedOptimizer],
     damaged: frozenset[PurePosixPath],
-    home: Path,
+    neighbours: Neighbours,
     step: int | None,
 ) -> Iterator[Finding]:
     """Yield the files that are of another save than those next to them. ``step``: of ``trainer_state.json``.
 
-    ``home``: where the checkpoints next to this one are. They are read only where two files disagree.
+    The checkpoints next to this one are read only where two files disagree.
     """
     schedulers = {one.name.index: one.path for one in folder.components if one.role is Role.SCHEDULER}
     files = {one.name.index: one.path for one in folder.components if one.role is Role.OPTIMIZER}
     if not schedulers or not damaged.isdisjoint((*schedulers.values(), *files.values())):
         return
-    own = _progress(folder, optimizers, step)
+    own = _progress(folder, optimizers)
     # Of two schedulers of one optimizer the first does not know the rates that the second gave.
     compared = schedulers if len(schedulers) <= len(files) else {}
     apart = [index for index in compared if own.disagrees(index)]
     crossed = [index for index in compared if index in files and own.partner_of(index) not in (index, None)]
     if apart or crossed:
-        near = list(_neighbours(home, (Role.OPTIMIZER, Role.SCHEDULER)))
+        near = [
+            _Neighbour(neighbour.name, _progress(there, list(saved_optimizers(there, ()))))
+            for neighbour, there in scanned(neighbours.spread(), Role.OPTIMIZER, Role.SCHEDULER)
+        ]
         for index in apart:
             yield from _mixed_rates(own, near, index, files[index], schedulers[index])
         yield from _exchanged_rates(own, near, crossed, files, schedulers)
     elif own.moves is not None and step is not None and own.moves != step:
-        yield from _mixed_steps(own.moves, step, list(_neighbours(home, (Role.SCHEDULER,))), schedulers[0])
+        yield from _mixed_steps(own.moves, step, neighbours, schedulers[0])
 
 
 def _mixed_rates(
@@ -288,33 +290,26 @@ def _exchanged_rates(
 
 
 def _mixed_steps(
-    moves: int, step: int, near: Sequence[_Neighbour], scheduler: PurePosixPath
+    moves: int, step: int, neighbours: Neighbours, scheduler: PurePosixPath
 ) -> Iterator[MixedSteps]:
     """Yield that the Trainer's schedule moved as often as that of another save.
 
     Another number alone shows nothing: fp16 skips steps, and a second ``train()`` goes on with the schedule.
     """
-    save = next((one.name for one in near if one.progress.moves == one.progress.step == moves), "")
-    if save:
-        yield MixedSteps(path=scheduler, moves=moves, step=step, save=save)
+    for neighbour, there in scanned(neighbours.spread(), Role.SCHEDULER):
+        if _progress(there, ()).moves == _step_of(neighbour) == moves:
+            yield MixedSteps(path=scheduler, moves=moves, step=step, save=neighbour.name)
+            return
 
 
-def _neighbours(home: Path, roles: Collection[Role]) -> Iterator[_Neighbour]:
-    """Yield what files of these roles in the checkpoints next to one record."""
-    for name, folder in _next_to(home, roles):
-        optimizers = list(saved_optimizers(folder, ()))
-        yield _Neighbour(name, _progress(folder, optimizers, trainer_progress(folder.root).step))
+def _step_of(neighbour: Neighbour) -> int | None:
+    """Return the step in the ``trainer_state.json`` of a checkpoint, None where it cannot be read."""
+    with suppress(CkptfixError, OSError), neighbour.opened() as root:
+        return trainer_progress(root).step
+    return None
 
 
-def _next_to(home: Path, roles: Collection[Role]) -> Iterator[tuple[str, CheckpointFolder]]:
-    """Yield the checkpoints next to one with their files of these roles, without those that cannot be listed."""
-    for name, _, path in neighbours(home):
-        # A run may delete it now.
-        with suppress(OSError):
-            yield name, scan_folder(path, wanted=lambda file: file.role in roles)
-
-
-def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer], step: int | None) -> _Progress:
+def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) -> _Progress:
     states = {
         one.name.index: one.content.tree.root
         for one in folder.components
@@ -334,9 +329,8 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer], st
                 if _has_moved(state)
             },
             moves=_moves(states.get(0)) if len(states) == 1 else None,
-            step=step,
         )
-    return _Progress({}, {}, {}, None, None)
+    return _Progress({}, {}, {}, None)
 
 
 def _has_moved(state: Any) -> bool:

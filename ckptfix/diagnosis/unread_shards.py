@@ -4,17 +4,15 @@ A save hook that removes the weights and calls ``save_pretrained`` leaves such a
 Configs next to the shards show that, or the other checkpoints of the run.
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import FileName, Role, model_file, split_number
+from ckptfix.checkpoint.filenames import FileName, Role, model_file
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION
+from ckptfix.checkpoint.neighbours import Neighbours, is_loaded_model
 from ckptfix.diagnosis.findings.incomplete import UnreadShards
-from ckptfix.diagnosis.siblings import Siblings, is_loaded_model
-from ckptfix.storage.reading import origin_of
 
 
 def unread_index(folder: CheckpointFolder) -> FileName | None:
@@ -39,20 +37,13 @@ def unchecked_shards(folder: CheckpointFolder) -> Iterator[str]:
         )
 
 
-def diagnose_unread_shards(
-    folder: CheckpointFolder, siblings: Siblings, *, home: Path | None = None
-) -> Iterator[UnreadShards]:
-    """Yield the file of a model that a folder has in shards alone, but where a hook of the script saves it so.
-
-    ``home``: where its neighbours are, for a copy of another folder.
-    """
+def diagnose_unread_shards(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[UnreadShards]:
+    """Yield the file of a model that a folder has in shards alone, but where a hook of the script saves it so."""
     index = unread_index(folder) if folder.only is None else None
     manifest = usable_manifest(folder.root)
     if index is None or index.load_order is None or (manifest is not None and manifest.is_of_a_save):
         return
-    origin = Path(os.path.abspath(origin_of(home or folder.root)))
-    before, after = siblings.around(origin) if split_number(origin.name) is not None else ([], [])
-    near = [*before, *after]
+    near = neighbours.nearest()
     position = index.load_order[0]
     if any(position not in save.names.single for save in near):
         return

@@ -7,12 +7,13 @@ folders none may be written, but for the new one that holds the lists of keys.
 
 from collections.abc import Iterable, Mapping, Set
 from itertools import permutations
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, scan_folder
 from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
 from ckptfix.diagnosis.findings.base import Finding
@@ -45,19 +46,18 @@ def prove_repair(
     stays: tuple[Unplanned, ...],
     policy: Policy,
     verdicts: Verdicts,
-    home: Path,
+    neighbours: Neighbours,
 ) -> Diagnosis:
     """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError with what is wrong.
 
-    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still. ``home``: the folder
-    whose neighbours are evidence.
+    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still.
     """
     before = plan.folder
     after = scan_folder(before.root, before.only)
     _prove_tensors(before, after, steps, edits)
     moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
-    diagnosis = diagnose(after, known=_known(verdicts, moved, dropped), home=home)
+    diagnosis = diagnose(after, known=_known(verdicts, moved, dropped), neighbours=neighbours)
     _prove_dcp_folders(plan.sharded, diagnosis.sharded, steps, edits)
     _prove_no_new_finding(plan, diagnosis, steps, moved)
     _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)

@@ -22,6 +22,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.latest import cut_upload
+from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import (
     GENERIC,
@@ -45,7 +46,6 @@ from ckptfix.diagnosis.findings.duplicates import (
 )
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
-from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import ChangedError, FileChangedError, OperationError, UsageError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
@@ -186,8 +186,8 @@ class RepairPlan(Printable):
     it have. ``pending``: the findings about an interrupted run, which ``execute`` rolls back first. ``recovered``: one
     was rolled back before planning, or in a store ``finished``. ``output``: the folder for a repaired copy.
     ``carriage``: of a checkpoint in a store the bytes to travel, in words; ``at_once``: all its names change in one
-    commit. ``image``: closed by ``execute``, where the plan was made for a URL. ``home``: the folder whose neighbours
-    are evidence, which is the source of a copy.
+    commit. ``image``: closed by ``execute``, where the plan was made for a URL. ``neighbours``: those of the source for
+    a copy.
     """
 
     target: Target
@@ -203,7 +203,7 @@ class RepairPlan(Printable):
     carriage: str | None = None
     at_once: bool = False
     image: ExitStack | None = None
-    home: Path
+    neighbours: Neighbours
 
     @property
     def path(self) -> Path:
@@ -276,7 +276,7 @@ class RepairPlan(Printable):
             ensure_unchanged(self.target.root, self.diagnosis.scanned)
         with copy_checkpoint(self.target, output, progress) as copy:
             # The neighbours of the source are evidence, not those of the place where the copy is made.
-            receipt = _plan(copy, self.policy, None, None, home=self.home).execute()
+            receipt = _plan(copy, self.policy, None, None, neighbours=self.neighbours).execute()
         below = tuple(_moved(report, copy.path, output) for report in receipt.below)
         return replace(
             receipt,
@@ -323,7 +323,7 @@ class RepairPlan(Printable):
             self.unplanned,
             self.policy,
             self.diagnosis.verdicts,
-            self.home,
+            self.neighbours,
         )
 
     def _apply(self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool) -> RepairReceipt:
@@ -369,7 +369,7 @@ class RepairPlan(Printable):
         # A repair drops the duplicates that the checkpoints next to it still have.
         missing = self.missing
         if after is not self.diagnosis:
-            missing = missing_here(self.target, after, Siblings(), home=self.home)
+            missing = missing_here(self.target, after, self.neighbours)
         return RepairReceipt(
             path=self.path,
             found=(*self.missing, *self.diagnosis.findings),
@@ -520,7 +520,7 @@ def _plan(
     output: Path | str | None,
     progress: Progress | None,
     *,
-    home: Path | None = None,
+    neighbours: Neighbours | None = None,
 ) -> RepairPlan:
     with paused_gc(), _undisturbed(target.path):
         folder = scan_folder(target.root, target.only)
@@ -530,8 +530,8 @@ def _plan(
             raise OperationError(f"{target.path}: nothing was changed: {bare.unfinished[0]}")
         if (bare is None or output is not None) and not has_journal:
             ensure_checkpoint(folder, "repair")
-        home = home or target.root
-        diagnosis = diagnose(folder, prove=True, drops=policy.drops, home=home, progress=progress)
+        near = neighbours or Siblings().of(target.root)
+        diagnosis = diagnose(folder, prove=True, drops=policy.drops, neighbours=near, progress=progress)
         if diagnosis.unfinished:
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair reads every file first, and "
@@ -552,14 +552,14 @@ def _plan(
             policy=policy,
             output=output,
             diagnosis=diagnosis,
-            missing=missing_here(target, diagnosis, Siblings(), home=home) if bare is None else (),
+            missing=missing_here(target, diagnosis, near) if bare is None else (),
             draft=draft,
             compiled=compiled,
             pending=interrupted(target),
             recovered=False,
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
             at_once=(store := store_of(target.root)) is not None and store.abilities.atomic,
-            home=home,
+            neighbours=near,
         )
 
 

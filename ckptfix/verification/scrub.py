@@ -15,11 +15,11 @@ from threading import Lock
 from time import monotonic, time
 from typing import Any, ClassVar
 
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
-from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized

@@ -18,11 +18,11 @@ import torch
 import ckptfix
 from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.latest import Candidate, incomplete
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli import run
 from ckptfix.cli.check import Runs
 from ckptfix.diagnosis import completeness
 from ckptfix.diagnosis.resumable import choose, examine
-from ckptfix.diagnosis.siblings import Siblings
 from ckptfix.errors import UsageError
 from ckptfix.storage import stores
 from ckptfix.storage.stores import TRAFFIC
@@ -249,9 +249,9 @@ def test_damaged_checkpoints_next_to_bare_ones_are_looked_at_once(
         leave(tmp_path / f"checkpoint_{number + 4}")
     looks: Counter[str] = Counter()
 
-    def counting(checkpoint: Path, *, reads_files: bool = True) -> str | None:
+    def counting(checkpoint: Path, *, reads_files: bool = True, **options: Any) -> str | None:
         looks[checkpoint.name] += reads_files
-        return incomplete(checkpoint, reads_files=reads_files)
+        return incomplete(checkpoint, reads_files=reads_files, **options)
 
     monkeypatch.setattr("ckptfix.diagnosis.check.incomplete", counting)
     siblings = Siblings()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ckptfix import check, seal
+from ckptfix.checkpoint import neighbours as runs
 from ckptfix.checkpoint.neighbours import names_next_to
 from ckptfix.cli import run
-from ckptfix.diagnosis import siblings as runs
 from tests.repairs.builders import TRAINER_RANDOM_STATES
 from tests.tensors import dcp_making
 
@@ -159,20 +159,20 @@ def test_each_folder_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(runs, "names_next_to", listing)
     siblings = runs.Siblings([tmp_path], is_recursive=True)
-    before, after = siblings.around(roots[3])
+    before, after = siblings.of(roots[3]).saves()
     assert [save.name for save in before] == ["checkpoint_2", "checkpoint_1"]
     assert [save.name for save in after] == ["checkpoint_4", "checkpoint_5"]
     assert len({id(save.parts) for save in (*before, *after)}) == 1
     assert len(listed) == 4
     for root in roots:
-        siblings.around(root)
+        siblings.of(root).saves()
     assert sorted(listed) == [root.name for root in roots]
 
 
 def test_runs_that_were_compared_are_forgotten(tmp_path: Path) -> None:
     siblings = runs.Siblings([tmp_path], is_recursive=True)
     for number in range(1000):
-        siblings.around(tmp_path / f"run{number}" / "checkpoint_1")
+        siblings.of(tmp_path / f"run{number}" / "checkpoint_1").saves()
     assert len(siblings._runs) == runs._MOST_RUNS
 
 
