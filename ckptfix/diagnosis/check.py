@@ -23,7 +23,7 @@ from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, surplus_objects
 from ckptfix.diagnosis.file_damage import DeepSpeedState
-from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
+from ckptfix.diagnosis.findings.base import Finding, Resume, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
@@ -417,7 +417,7 @@ def _judgement(checkpoint: Path, siblings: Siblings) -> _Judgement:
         findings = report.findings
         return _Judgement(
             problem=next(_stopping(report), None),
-            doubts=tuple(finding for finding in findings if finding.stops_if_new),
+            doubts=tuple(finding for finding in findings if finding.resume is Resume.FAILS_IF_NEW),
             codes=frozenset((finding.code, finding.path) for finding in findings),
         )
 
@@ -442,9 +442,8 @@ def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False)
     }
     for finding in report.findings:
         is_config = isinstance(finding, IncompleteCheckpoint) and str(finding.path) in (CONFIG, ADAPTER)
-        if (finding.stops_resume and not (has_weights and finding.path in unread)) or (
-            is_of_hook and is_config
-        ):
+        is_read = not (has_weights and finding.path in unread)
+        if (finding.resume is Resume.FAILS and is_read) or (is_of_hook and is_config):
             yield f"{where}{finding}"
     for below in report.below:
         inside = f"{below.path.relative_to(report.path)}/: "

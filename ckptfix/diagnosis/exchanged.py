@@ -165,7 +165,7 @@ def diagnose_exchanged(
     if not near:
         return
     is_contradicted = is_contradicted or (not is_in_order and near[0].is_in_order)
-    compared = []
+    compared: list[_Compared] = []
     for components in lists:
         paths = [component.path for component in components]
         own = _entries(folder, paths)
@@ -176,27 +176,49 @@ def diagnose_exchanged(
         ]
         if own and known:
             compared.append((components[0].role, own, known))
-    has_same_optimizers = all(
-        entry.is_alike(expected)
-        for role, own, known in compared
-        if role is Role.OPTIMIZER
-        for entry, expected in zip(own, known[0][1], strict=True)
-    ) and any(role is Role.OPTIMIZER for role, _, _ in compared)
-    has_same_models = all(
-        entry.shapes == expected.shapes
-        for role, own, known in compared
-        if role is Role.MODEL
-        for entry, expected in zip(own, known[0][1], strict=True)
+    change = _Change(
+        is_excluded=is_contradicted,
+        has_same_optimizers=_are_alike(Role.OPTIMIZER, compared),
+        has_same_models=_are_alike(Role.MODEL, compared),
+        is_renamed_by_repair=is_repaired(folder.root),
     )
     for role, own, known in compared:
-        yield from _misplaced(
-            role,
-            own,
-            known,
-            is_contradicted=is_contradicted,
-            is_alone=has_same_optimizers if role is Role.MODEL else has_same_models,
-            is_repaired=is_repaired(folder.root),
-        )
+        yield from _misplaced(role, own, known, change)
+
+
+_Compared = tuple[Role, list[_Entry], list[tuple[bool, list[_Entry]]]]
+"""A role, the own entries, and of each checkpoint next to it whether it is an earlier one, and its entries."""
+
+
+class _Change(NamedTuple):
+    """Evidence on a change of the script that could explain a difference.
+
+    ``is_excluded``: the folder contradicts itself, which no script does. ``has_same_optimizers``, ``has_same_models``:
+    as the nearest checkpoint, so that the script did not change both. ``is_renamed_by_repair``: a repair may have
+    renamed the keys.
+    """
+
+    is_excluded: bool
+    has_same_optimizers: bool
+    has_same_models: bool
+    is_renamed_by_repair: bool
+
+    def is_alone(self, role: Role) -> bool:
+        """Return whether entries of this role alone differ: no script changes its models or its optimizers alone."""
+        return self.has_same_optimizers if role is Role.MODEL else self.has_same_models
+
+
+def _are_alike(role: Role, compared: Sequence[_Compared]) -> bool:
+    """Return whether the entries of a role are those of the nearest checkpoint. There must be an optimizer."""
+    pairs = [
+        (entry, expected)
+        for role_here, own, known in compared
+        if role_here is role
+        for entry, expected in zip(own, known[0][1], strict=True)
+    ]
+    return all(entry.is_alike(expected) for entry, expected in pairs) and (
+        role is Role.MODEL or any(role_here is role for role_here, _, _ in compared)
+    )
 
 
 def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
@@ -304,17 +326,9 @@ def _misplaced(
     role: Role,
     own: Sequence[_Entry],
     near: Sequence[tuple[bool, Sequence[_Entry]]],
-    *,
-    is_contradicted: bool,
-    is_alone: bool,
-    is_repaired: bool,
+    change: _Change,
 ) -> Iterator[MisplacedEntry]:
-    """Yield the entries that differ from those of their number in all of these checkpoints, which agree.
-
-    ``near``: of each whether it is an earlier one, and its entries. ``is_contradicted``: the folder shows by itself
-    that a file is wrong. ``is_alone``: the folder has the optimizers of these checkpoints, or their models, so that the
-    script did not change both. ``is_repaired``: a repair may have renamed the keys.
-    """
+    """Yield the entries that differ from those of their number in all of these checkpoints, which agree."""
     known_by = next_to_it(len(near))
     is_between = len({is_earlier for is_earlier, _ in near}) == 2
     is_newest = all(is_earlier for is_earlier, _ in near)
@@ -323,7 +337,7 @@ def _misplaced(
         expected = near[0][1][number]
         is_wrapped = (
             is_between
-            and not is_repaired
+            and not change.is_renamed_by_repair
             and all(there[number].keys == expected.keys for _, there in near)
             and entry.shapes == expected.shapes
             and entry.keys != expected.keys
@@ -351,7 +365,7 @@ def _misplaced(
                 exchanged_with=str(partner) if exchanged else "",
             )
             continue
-        is_other = is_alone and (
+        is_other = change.is_alone(role) and (
             (entry.has_nothing_of(expected) or (is_newest and entry.is_renamed(expected)))
             if role is Role.MODEL
             else entry.is_shuffled(expected)
@@ -360,8 +374,8 @@ def _misplaced(
             # Either of the two may be the changed one.
             continue
         # No script empties a model and goes on training its parameters.
-        is_emptied = role is Role.MODEL and is_alone and not entry.shapes
-        is_wrong = is_emptied or (len(near) > 1 and (is_between or is_contradicted or is_other))
+        is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
+        is_wrong = is_emptied or (len(near) > 1 and (is_between or change.is_excluded or is_other))
         holds, wanted = entry.difference(expected)
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=entry.path, holds=holds, expected=f"{wanted}, as in {known_by}", effect=effect

@@ -15,7 +15,7 @@ from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
-from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, InterruptedSave, StagingFolder
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.values import ValueFinding, has_stepped, judge_moment, judge_values
@@ -213,9 +213,7 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
 
 def forbids_seal(finding: Finding) -> bool:
     """Return whether a folder with this should not be sealed: an error, a cut save, or a file that a load needs."""
-    is_incomplete = isinstance(finding, IncompleteCheckpoint) and (
-        finding.stops_resume or finding.may_be_dropped
-    )
+    is_incomplete = isinstance(finding, IncompleteCheckpoint) and finding.resume is not Resume.SUCCEEDS
     return is_incomplete or finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptfix import check, latest_checkpoint
+from ckptfix.diagnosis.findings.base import Resume
 from tests.diagnosis.test_resumable import Change, edited
 
 Tensors = dict[str, torch.Tensor]
@@ -127,7 +128,7 @@ def test_a_checkpoint_between_others_that_differs_from_all_is_not_clean(name: st
     {**WRONG, **POSSIBLE}[name](folders[1])
     assert is_refused(folders[1])
     assert "warning" in severities(folders[1])
-    assert any(finding.stops_resume for finding in check(folders[1]).findings)
+    assert any(finding.resume is Resume.FAILS for finding in check(folders[1]).findings)
     assert [check(root).findings for root in (folders[0], folders[2])] == [(), ()]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ckptfix import check, latest_checkpoint
+from ckptfix.diagnosis.findings.base import Resume
 from tests.diagnosis.test_lacking_states import RUNS, run
 from tests.diagnosis.test_optimizer_states import save
 from tests.diagnosis.test_schedules import SCHEDULES, Run
@@ -50,7 +51,7 @@ def test_an_earlier_checkpoint_shows_that_the_moments_are_lost(tmp_path: Path, n
     report = check(last)
     assert report.status == 1
     (finding,) = (one for one in report.findings if one.code == "missing-moments")
-    assert finding.stops_resume
+    assert finding.resume is Resume.FAILS
     run(model, optimizer, 1)
     count = len(list(model.parameters()))
     assert str(finding) == (

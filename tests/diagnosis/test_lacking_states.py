@@ -12,7 +12,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from ckptfix import check, latest_checkpoint
-from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.base import Resume, Severity
 from tests.diagnosis.test_optimizer_states import found, rewrite, save
 from tests.diagnosis.test_optimizer_steps import MAKERS, Make, net, several
 
@@ -99,7 +99,7 @@ def test_a_state_is_missed_exactly_where_the_next_step_fails(tmp_path: Path, nam
         torch.save(state, root / "optimizer.bin")
         report = check(root)
         assert (report.status == 1) is fails(build, make, state), words
-        stops = (finding.stops_resume or finding.stops_if_new for finding in report.findings)
+        stops = (finding.resume is not Resume.SUCCEEDS for finding in report.findings)
         assert any(stops) is (report.status == 1)
 
 
@@ -171,7 +171,7 @@ def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, sev
     (finding,) = check(root).findings
     assert finding.severity is severity
     assert ("ignore this" in finding.advice) is (severity is Severity.WARNING)
-    assert finding.stops_if_new or finding.stops_resume
+    assert finding.resume is not Resume.SUCCEEDS
 
 
 def test_a_resume_passes_over_an_adam_without_second_moments(tmp_path: Path) -> None:

@@ -35,6 +35,19 @@ class Action(Enum):
     TELL = "tell"
 
 
+class Resume(Enum):
+    """Outcome of a resume: the load and the next step. ``latest_checkpoint`` passes over the checkpoint where it fails.
+
+    FAILS_IF_NEW: unless the script saves so each time, so that the checkpoint before has the finding, too.
+    FAILS_IF_NEEDED: unless the script no longer prepares the missing object.
+    """
+
+    SUCCEEDS = "succeeds"
+    FAILS = "fails"
+    FAILS_IF_NEW = "fails if new"
+    FAILS_IF_NEEDED = "fails if needed"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Serialized):
     """Base of every kind of damage. ``path``: the damaged file, relative to the folder."""
@@ -60,20 +73,9 @@ class Finding(Serialized):
         return False
 
     @property
-    def stops_resume(self) -> bool:
-        """True when a load or the next step fails: ``latest_checkpoint`` passes over the checkpoint.
-
-        False for an error that every checkpoint of a run has, as after a second prepare(), and that its script loads.
-        """
-        return self.severity is Severity.ERROR
-
-    @property
-    def stops_if_new(self) -> bool:
-        """True when a load or the next step fails, unless the script saves so each time.
-
-        ``latest_checkpoint`` passes over the checkpoint where the one before is intact and lacks the finding.
-        """
-        return False
+    def resume(self) -> Resume:
+        """The outcome of a resume: an error makes it fail, but for one that the script of the run loads."""
+        return Resume.FAILS if self.severity is Severity.ERROR else Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
 from ckptfix.checkpoint.keys import dotted, fitting
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, human_size
 
 
@@ -28,9 +28,9 @@ class DoubledModel(Finding):
     """Later models have numbers that are too high, so that a corrected script needs the repair."""
 
     @property
-    def stops_resume(self) -> bool:
-        """False: the unchanged script prepares the model twice, and loads both."""
-        return False
+    def resume(self) -> Resume:
+        """It succeeds: the unchanged script prepares the model twice, and loads both."""
+        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
@@ -141,9 +141,9 @@ class NestedPrefix(Finding):
     """
 
     @property
-    def stops_resume(self) -> bool:
-        """False: the script that wrapped the model twice loads it."""
-        return False
+    def resume(self) -> Resume:
+        """It succeeds: the script that wrapped the model twice loads it."""
+        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
@@ -323,9 +323,9 @@ class ConflictingModels(Finding):
     proof: str
 
     @property
-    def stops_resume(self) -> bool:
-        """False: both models load."""
-        return False
+    def resume(self) -> Resume:
+        """It succeeds: both models load."""
+        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         return (
@@ -400,9 +400,9 @@ class DoubledStates(IdenticalStates):
     )
 
     @property
-    def stops_resume(self) -> bool:
-        """False: the unchanged script prepares the model twice, and loads both."""
-        return False
+    def resume(self) -> Resume:
+        """It succeeds: the unchanged script prepares the model twice, and loads both."""
+        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"

@@ -15,7 +15,7 @@ from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, list_names
 
@@ -87,13 +87,13 @@ class IncompleteCheckpoint(Finding):
     may_be_dropped: bool = False
 
     @property
-    def stops_resume(self) -> bool:
-        """True when ``load_state`` fails without the files. It takes new random states, and the Trainer new states."""
-        return (
-            not (self.of_trainer or self.problem or self.may_be_dropped)
-            and self.severity is not Severity.NOTE
-            and any(map(_is_required, self.missing))
-        )
+    def resume(self) -> Resume:
+        """It fails where ``load_state`` needs the files. It takes new random states, and the Trainer new states."""
+        if self.may_be_dropped:
+            return Resume.FAILS_IF_NEEDED
+        if self.of_trainer or self.problem or self.severity is Severity.NOTE:
+            return Resume.SUCCEEDS
+        return Resume.FAILS if any(map(_is_required, self.missing)) else Resume.SUCCEEDS
 
     def __str__(self) -> str:
         if self.problem:
@@ -240,9 +240,11 @@ class LostModelFiles(IncompleteCheckpoint):
     """Weights or configs of a model in a sub-folder, which the checkpoints next to it have: a hook saves them."""
 
     @property
-    def stops_resume(self) -> bool:
-        """True where the script surely saved them. ``from_pretrained`` in its load hook fails without a config, too."""
-        return not (self.of_trainer or self.may_be_dropped) and self.severity is not Severity.NOTE
+    def resume(self) -> Resume:
+        """It fails where the script surely saved them. ``from_pretrained`` in its load hook needs a config, too."""
+        if self.may_be_dropped:
+            return Resume.FAILS_IF_NEEDED
+        return Resume.SUCCEEDS if self.of_trainer or self.severity is Severity.NOTE else Resume.FAILS
 
     @property
     def advice(self) -> str:
@@ -440,9 +442,9 @@ class MismatchedNames(Finding):
     names: int
 
     @property
-    def stops_resume(self) -> bool:
-        """False: accelerate loads an optimizer by position, not by its keys."""
-        return False
+    def resume(self) -> Resume:
+        """It succeeds: accelerate loads an optimizer by position, not by its keys."""
+        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         have = f"begin with '{dotted(self.chain)}'" if self.chain else "have no wrapper"

@@ -3,7 +3,7 @@
 from math import prod
 
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, list_names
 
 Shape = tuple[int, ...]
@@ -115,9 +115,9 @@ class MismatchedRates(InconsistentGroups):
     param_groups: int
 
     @property
-    def stops_if_new(self) -> bool:
-        """True, as every save of a script may have a MultiplicativeLR."""
-        return True
+    def resume(self) -> Resume:
+        """It fails, but every save of a script may have a MultiplicativeLR."""
+        return Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         have = "has" if self.param_groups == 1 else "have"
@@ -150,9 +150,9 @@ class MismatchedMoments(OptimizerFinding):
     expected: Shape
 
     @property
-    def stops_if_new(self) -> bool:
-        """True, as torch takes moments of one shape with its parameter."""
-        return True
+    def resume(self) -> Resume:
+        """It fails, but for a class of the script: torch takes moments of one shape with their parameter."""
+        return Resume.FAILS if self.severity is Severity.ERROR else Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         return (
@@ -214,9 +214,9 @@ class RoundedMoments(MismatchedMoments):
     dtype: str
 
     @property
-    def stops_if_new(self) -> bool:
-        """False, as its class may keep them so."""
-        return False
+    def resume(self) -> Resume:
+        """It succeeds, as its class may keep them so."""
+        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         return (
@@ -243,9 +243,9 @@ class RoundedWeights(MismatchedMoments):
     dtype: str
 
     @property
-    def stops_resume(self) -> bool:
-        """True: the load gives the model rounded weights without an error."""
-        return True
+    def resume(self) -> Resume:
+        """It fails: the load gives the model rounded weights without an error."""
+        return Resume.FAILS
 
     def __str__(self) -> str:
         return (
@@ -295,14 +295,12 @@ class UnsavedParameters(OptimizerFinding):
     empty: str = ""
 
     @property
-    def stops_resume(self) -> bool:
-        """True where all weights are empty, and the optimizer has moments: the model of the script has parameters."""
-        return self.tensors == 0 and not self.is_bare
+    def resume(self) -> Resume:
+        """It fails, but a script may train a module that it saves elsewhere.
 
-    @property
-    def stops_if_new(self) -> bool:
-        """True, as a script may train a module that it saves elsewhere."""
-        return True
+        Where all weights are empty, and the optimizer has moments, the model of the script has parameters.
+        """
+        return Resume.FAILS if self.tensors == 0 and not self.is_bare else Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
@@ -498,9 +496,9 @@ class AbsentMoments(LackingMoments):
     severity = Severity.WARNING
 
     @property
-    def stops_if_new(self) -> bool:
-        """True, as a class of the script may need none."""
-        return True
+    def resume(self) -> Resume:
+        """It fails, but a class of the script may need none."""
+        return Resume.FAILS_IF_NEW
 
     @property
     def advice(self) -> str:
@@ -539,9 +537,9 @@ class LostMoments(EmptyOptimizer):
     severity = Severity.WARNING
 
     @property
-    def stops_resume(self) -> bool:
-        """True: a run would continue with moments of zero."""
-        return True
+    def resume(self) -> Resume:
+        """It fails: a run would continue with moments of zero."""
+        return Resume.FAILS
 
     @property
     def advice(self) -> str:

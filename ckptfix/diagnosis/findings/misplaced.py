@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of
 
 
@@ -47,9 +47,9 @@ class MisplacedEntry(WrongState):
     severity = Severity.WARNING
 
     @property
-    def stops_resume(self) -> bool:
-        """True for a warning: the load or the next step fails in the script that saved the checkpoints next to it."""
-        return self.severity is Severity.WARNING
+    def resume(self) -> Resume:
+        """It fails for a warning, in the script that saved the checkpoints next to it."""
+        return Resume.FAILS if self.severity is Severity.WARNING else Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
