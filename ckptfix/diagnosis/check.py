@@ -36,6 +36,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
+from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
@@ -344,7 +345,11 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
         return ()
     told = {name for finding in diagnosis.findings for name in _told_of(finding)}
     missing = compared(target.root, neighbours, told)
-    damaged = frozenset(one.path for one in diagnosis.findings if one.severity is Severity.ERROR)
+    damaged = frozenset(
+        finding.path
+        for finding in diagnosis.findings
+        if finding.severity is Severity.ERROR or isinstance(finding, RenamedState)
+    )
     folder = diagnosis.folder
     return (
         *missing,
@@ -356,7 +361,7 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
             is_contradicted=any(isinstance(finding, MismatchedRates) for finding in diagnosis.findings),
         ),
         *surplus_objects(folder, neighbours),
-        *exchanged_loaders(folder, neighbours),
+        *(finding for finding in exchanged_loaders(folder, neighbours) if finding.path not in damaged),
     )
 
 

@@ -170,9 +170,9 @@ def diagnose_renamed(
             is_copy = saved_as[partner] == name
             is_reported = is_exchanged and (partner in known or partner < path)
             is_same_role = role is components[partner].role
-            # Other roles are compared with the checkpoints next to this one. A registered module may be exported: its
-            # copy is under a model's name.
-            is_judged = role is Role.CUSTOM if is_same_role else is_exchanged or role is not Role.MODEL
+            # A copy of another state of its role is compared with it elsewhere: it is a duplicate. A registered module
+            # may be exported: its copy is under a model's name.
+            is_judged = is_exchanged or (role is Role.CUSTOM if is_same_role else role is not Role.MODEL)
             if (is_exchanged or is_copy) and is_judged and not is_reported:
                 yield (RenamedState if is_same_role else WrongState)(
                     path=path,

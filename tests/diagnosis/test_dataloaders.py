@@ -129,7 +129,7 @@ def test_states_of_real_loaders_are_clean(options: dict[str, Any], batches: int,
 def test_two_loaders_with_each_others_states_are_a_warning(at: int, tmp_path: Path) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     folders = [root, *(Path(shutil.copytree(root, tmp_path / f"checkpoint_{number}")) for number in (1, 2))]
-    exchange(folders[at], LOADER, WITH_WORKER)
+    exchange(folders[at], LOADER, WITH_WORKER, is_recorded=False)
     assert outcome(folders[at]) == "fails"
     words = "it holds the state of a data loader with 1 worker (expected 0 workers, as in 2 checkpoints next to it)"
     assert told(folders[at]) == [("warning", f"{LOADER}: {words}; it was exchanged with {WITH_WORKER}")]

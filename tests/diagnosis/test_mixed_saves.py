@@ -92,16 +92,25 @@ def test_of_several_optimizers_the_checkpoints_next_to_them_show_the_pairs(tmp_p
     assert [words.partition(":")[0] for words in told(alone, proves=False)] == ["optimizer_1.bin"]
 
 
-def exchange(root: Path, name: str, partner: str) -> None:
-    """Give two files of a folder each other's name."""
+def exchange(root: Path, name: str, partner: str, *, is_recorded: bool = True) -> None:
+    """Give two files of a folder each other's name.
+
+    ``is_recorded``: torch's files still have the names that they were saved under, unlike those of a script that
+    prepares its objects in another order.
+    """
     (root / name).rename(root / "third")
     (root / partner).rename(root / name)
     (root / "third").rename(root / partner)
+    for path in () if is_recorded or not name.endswith(".bin") else (root / name, root / partner):
+        torch.save(torch.load(path, weights_only=True), path)
 
 
 def test_schedulers_that_were_exchanged_load_and_are_told(tmp_path: Path) -> None:
     _, older, newer = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
-    exchange(newer, "scheduler.bin", "scheduler_1.bin")
+    renamed = Path(shutil.copytree(newer, tmp_path / "renamed"))
+    exchange(renamed, "scheduler.bin", "scheduler_1.bin")
+    assert [finding.code for finding in check(renamed).findings] == ["wrong-state"]
+    exchange(newer, "scheduler.bin", "scheduler_1.bin", is_recorded=False)
     words = (
         "its learning rates are those of optimizer_1.bin (expected those of optimizer.bin, as in checkpoint_3"
     )
@@ -123,7 +132,7 @@ def test_a_scheduler_that_was_copied_over_another_is_told(tmp_path: Path) -> Non
 def test_a_script_that_prepares_its_schedulers_in_another_order_is_not_told(tmp_path: Path) -> None:
     folders = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
     for root in folders:
-        exchange(root, "scheduler.bin", "scheduler_1.bin")
+        exchange(root, "scheduler.bin", "scheduler_1.bin", is_recorded=False)
     assert [told(root) for root in folders] == [[], [], []]
 
 

@@ -202,3 +202,23 @@ def test_random_states_that_other_processes_were_given_are_healthy(tmp_path: Pat
     root = Run().save(tmp_path / "checkpoint_0")
     shutil.copy(root / RANDOM, root / "random_states_1.pkl")
     assert told(root) == []
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "scheduler"])
+def test_two_states_of_one_kind_that_were_exchanged_load_and_are_told(kind: str, tmp_path: Path) -> None:
+    """The networks are of one class, so that no shape and no key shows it."""
+    made = Run()
+    second = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    adam = torch.optim.AdamW(second.parameters(), lr=0.1)
+    made.accelerator.prepare(second, adam, lr_scheduler.StepLR(adam, 2))
+    second(torch.ones(2, 3)).sum().backward()
+    adam.step()
+    root = made.save(tmp_path / "checkpoint_0")
+    assert told(root) == []
+    exchanged(root, f"{kind}.bin", f"{kind}_1.bin")
+    made.accelerator.load_state(str(root))
+    (sentence,) = (sentence for _, severity, sentence in told(root) if severity == "warning")
+    assert sentence == (
+        f"{kind}.bin: it holds {'an' if kind == 'optimizer' else 'a'} {kind}, saved as {kind}_1.bin (expected its own "
+        f"state); it was exchanged with {kind}_1.bin"
+    )
