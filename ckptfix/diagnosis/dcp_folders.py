@@ -1,5 +1,6 @@
 """Damage in DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
+import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -7,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, OPTIMIZER_STATE, DcpFolder, rank_of
+from ckptfix.checkpoint.filenames import parse_folder_name
 from ckptfix.checkpoint.folder import Component, NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -28,7 +30,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
     UnsafePickle,
 )
-from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, OwnModules, UndecidedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import (
     FlatParameters,
     IncompleteTensor,
@@ -50,14 +52,30 @@ from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
-from ckptfix.storage.reading import FileReader, open_reader, spared
+from ckptfix.storage.reading import FileReader, open_reader, origin_of, spared
 from ckptfix.wording import count_of, list_names
 
 
-def diagnose_dcp_folders(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
-    """Find mismatched keys and damaged files in DCP folders. ``processes``: those of the run, if known."""
+def diagnose_dcp_folders(root: Path, states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
+    """Find mismatched keys and damaged files in the DCP folders of a checkpoint.
+
+    ``processes``: those of the run, if known.
+    """
     states = tuple(states)
-    return [*_wrapped(states, processes or _processes(states)), *_files(states)]
+    # accelerate prepares no FSDP model a second time, and torch takes the wrappers of FSDP and of
+    # DistributedDataParallel off its keys (accelerate 1.0 to 1.15, torch 2.13): the rest are modules of the script.
+    is_of_fsdp = parse_folder_name(Path(os.path.abspath(origin_of(root))).name) is not None
+    of_fsdp = {state.metadata_path for state in states if state.name or (is_of_fsdp and not state.path.parts)}
+    wrapped = _wrapped(states, processes or _processes(states))
+    return [
+        *(
+            as_kind(OwnModules, one)
+            if isinstance(one, UndecidedPrefix) and one.assumed and one.path in of_fsdp
+            else one
+            for one in wrapped
+        ),
+        *_files(states),
+    ]
 
 
 def _files(states: Iterable[DcpFolder]) -> list[Finding]:

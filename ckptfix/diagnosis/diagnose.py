@@ -241,7 +241,7 @@ def diagnose(
         findings += diagnose_rank_files(folder, _paths(findings, _OF_RANK_FILES))
         refused: dict[PurePosixPath, str] = {}
         if sharded:
-            findings += diagnose_dcp_folders(sharded, folder.processes)
+            findings += diagnose_dcp_folders(folder.root, sharded, folder.processes)
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
         findings += diagnose_wrong_states(folder)

@@ -225,7 +225,7 @@ def test_every_way_to_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     own = folder / MODEL
     for path in (folder, own, own / ".metadata", own / "__0_0.distcp"):
         assert "nested-prefix" in codes(check(path).findings), path
-    assert run(["check", "--recursive", "--json", str(tmp_path)]) == 1
+    assert run(["check", "--recursive", "--json", str(tmp_path)]) == 0
     (document,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert document["path"] == str(folder)
     assert [one["path"] for one in document["sharded"]] == [OPTIMIZER, MODEL]
@@ -237,6 +237,20 @@ def test_every_way_to_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert model_digests(own) == prefixed("module.", recorded("fsdp2-nested")["models"]["0"])
     undo(own)
     assert snapshot(own) == before
+
+
+@pytest.mark.parametrize("scenario", ["fsdp1-nested", "fsdp2-nested"])
+def test_modules_of_that_name_in_a_save_of_fsdp_are_a_note(tmp_path: Path, scenario: str) -> None:
+    """Two modules hold the net as ``self.module``. accelerate prepares no FSDP model twice, and FSDP adds no key."""
+    folder = copy(tmp_path, scenario)
+    assert {(finding.code, finding.severity.value) for finding in check(folder).findings} == {
+        ("nested-prefix", "note")
+    }
+    assert check(folder).status == 0
+    for own in (folder / MODEL, folder / OPTIMIZER):
+        assert {finding.severity.value for finding in check(own).findings} == {"note"}
+    (folder / MODEL).rename(folder / "by_a_script")  # dcp.save() of ddp.state_dict() leaves its wrappers
+    assert check(folder / "by_a_script").status == 1
 
 
 def test_a_folder_of_any_name_is_looked_into(tmp_path: Path) -> None:

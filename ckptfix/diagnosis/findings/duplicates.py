@@ -193,6 +193,20 @@ class UndecidedPrefix(NestedPrefix):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnModules(UndecidedPrefix):
+    """Nested keys that FSDP saved: no second ``prepare()`` writes them, so that modules of the script are so called."""
+
+    severity = Severity.NOTE
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        return (
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}': FSDP adds none of them, so "
+            "that modules of the script are called 'module'"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperPrefix(Finding):
     """Keys that all begin with one wrapper, or that have private wrapper segments inside."""
 
