@@ -16,6 +16,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     checkpoint_number,
     family_of,
+    model_file,
     parse_file_name,
     parse_folder_name,
     random_states_name,
@@ -71,6 +72,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     Salvaged,
 )
+from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.diagnosis.siblings import under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.diagnosis.unfinished_copies import interrupted
@@ -288,6 +290,29 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
         yield STATES_ALONE
 
 
+def _only_for_fsdp(folder: CheckpointFolder) -> Iterator[IncompleteCheckpoint]:
+    """Yield a finding for each model that ``load_state`` finds with FSDP alone, next to optimizers of a run without it.
+
+    With FSDP, accelerate saves every optimizer by the keys of its parameters (1.0 to 1.15, ``save_fsdp_optimizer``).
+    """
+    names = [one.name for one in folder.components if one.name.load_order is not None]
+    others = {name.index for name in names if name.stem != _FSDP_STEM}
+    alone = [name for name in names if name.stem == _FSDP_STEM and name.index not in others]
+    if not (alone and folder.is_save_state):
+        return
+    optimizers = [one for one in saved_optimizers(folder, ()) if any(one.groups)]
+    if not optimizers or any(one.is_named for one in optimizers):
+        return
+    for name in alone:
+        wanted = str(model_file(".safetensors", name.index))
+        read = f"{name} is there, which load_state reads with FSDP alone"
+        words = f"{read}, and {optimizers[0].path} is of a run without it"
+        yield IncompleteCheckpoint(path=PurePosixPath(wanted), missing=(wanted,), known_by=words)
+
+
+_FSDP_STEM = "pytorch_model_fsdp"
+
+
 def _only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
     """Yield in words that a model with one tensor without elements may have had more of them.
 
@@ -459,6 +484,7 @@ def diagnose_save(
             hidden = tuple(hidden_files(folder, neighbours))
             findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)
             findings += _misnamed(folder, hidden)
+            findings += _only_for_fsdp(folder)
             unchecked += (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)

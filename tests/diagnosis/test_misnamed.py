@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.filenames import nearly_state
@@ -344,6 +344,32 @@ def test_a_file_that_was_set_aside_and_is_needed_is_missing(tmp_path: Path, name
         Small().accelerator.load_state(str(folder))
     words = f"{name} is missing: '{name}{ending}' is there, and load_state does not look for that name"
     assert ("incomplete-checkpoint", words) in problems(folder)
+
+
+def test_weights_for_fsdp_in_a_run_without_it(tmp_path: Path) -> None:
+    """Its optimizer numbers its parameters, as FSDP never does."""
+    for number in (1, 2):
+        folder = Small().saved(tmp_path / f"run/checkpoint_{number}")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model_fsdp.bin")
+    Small().accelerator.load_state(str(folder))
+    assert problems(folder) == []
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        Small().accelerator.load_state(str(folder))
+    words = (
+        "model.safetensors is missing: pytorch_model_fsdp.bin is there, which load_state reads with FSDP alone, and "
+        "optimizer.bin is of a run without it"
+    )
+    assert problems(folder) == [("incomplete-checkpoint", words)]
+    with pytest.warns(UserWarning, match="passed over checkpoint_2"):
+        assert latest_checkpoint(folder.parent) == folder.parent / "checkpoint_1"
+    # As FSDP saves it.
+    optimizer = torch.load(folder / "optimizer.bin")
+    keys = ["weight", "bias"]
+    optimizer["state"] = {keys[at]: state for at, state in optimizer["state"].items()}
+    optimizer["param_groups"][0]["params"] = keys
+    torch.save(optimizer, folder / "optimizer.bin")
+    assert problems(folder) == []
 
 
 def test_a_second_model_that_was_set_aside_is_not_missed(tmp_path: Path) -> None:
