@@ -162,6 +162,8 @@ def _tail(reader: FileReader) -> tuple[int, bytes]:
     # A pickle that was cut may end in a few zeros of its own.
     if zeros >= _MANY_ZEROS:
         cause = f"; the last {zeros} of {reader.size} bytes are zeros, so the write was probably interrupted"
+    elif reader.size <= _MAX_JUNK:
+        cause = f": the file was cut at byte {reader.size} or before"
     else:
         cause = (
             f" in its last 16 MiB: it was cut, at byte {reader.size} at the latest, or more follows its end"

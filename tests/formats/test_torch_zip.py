@@ -419,6 +419,9 @@ def test_without_an_end_record_both_causes_are_named(tmp_path: Path, monkeypatch
     data = saved({"a": torch.ones(2)})
     with pytest.raises(TruncatedError, match=r"last 16 MiB: it was cut, at byte .* or more follows"):
         parsed(tmp_path, data + b"x" * (17 << 20))
+    # A file that was searched from end to end: it said "in its last 16 MiB" of 300 bytes.
+    with pytest.raises(TruncatedError, match=r"no end record: the file was cut at byte 300 or before$"):
+        parsed(tmp_path, data[:300])
     with pytest.raises(
         TruncatedError, match=r"the last 70000 of .* bytes are zeros, so the write was probably"
     ):
