@@ -16,14 +16,15 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
-from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
+from ckptfix.diagnosis.findings.misplaced import ChangedEntry, LowerPrecision, MisplacedEntry, RoundedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_end, read_entries
 from ckptfix.storage.reading import open_reader, store_of
@@ -35,12 +36,13 @@ _ROLES = (Role.MODEL, Role.OPTIMIZER)
 class _Entry(NamedTuple):
     """A model or an optimizer by its headers.
 
-    ``keys``: key -> shape; ``shapes``: bare key -> shape; ``saved``: None for a model.
+    ``keys``: key -> shape; ``shapes`` and ``dtypes``: by bare keys; ``saved``: None for a model.
     """
 
     path: PurePosixPath
     keys: dict[str, Shape]
     shapes: dict[str, Shape]
+    dtypes: dict[str, str]
     saved: SavedOptimizer | None
 
     def is_alike(self, entry: "_Entry") -> bool:
@@ -150,11 +152,17 @@ def diagnose_exchanged(
     """
     if folder.only is not None:
         return
+    is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
+    every = [components for role in _ROLES for components in folder.entries(role)]
+    # An optimizer of adapters belongs to them, and a script may exchange both for a while.
+    if is_of_trainer and every:
+        every += [
+            (one,) for one in folder.components if one.role is Role.OPTIMIZER and one.name.is_of_trainer
+        ]
     lists = [
         components
-        for role in _ROLES
-        for components in folder.entries(role)
-        if (len(components) > 1 or folder.is_save_state)
+        for components in every
+        if (len(components) > 1 or folder.is_save_state or is_of_trainer)
         and damaged.isdisjoint(component.path for component in components)
     ]
     files = {component.path: component for components in lists for component in components}
@@ -183,7 +191,10 @@ def diagnose_exchanged(
         is_renamed_by_repair=is_repaired(folder.root),
     )
     for role, own, known in compared:
-        yield from _misplaced(role, own, known, change)
+        yield from _misplaced(
+            role, own, known, change, (_BY_TRAINER if is_of_trainer else _BY_LOAD_STATE)[role]
+        )
+        yield from _rounded(own, known)
 
 
 _Compared = tuple[Role, list[_Entry], list[tuple[bool, list[_Entry]]]]
@@ -300,6 +311,7 @@ def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list
             one.path,
             {tensor.fqn: tensor.shape for tensor in one.tensors},
             {bare(tensor.fqn): tensor.shape for tensor in one.tensors},
+            {bare(tensor.fqn): tensor.dtype for tensor in one.tensors},
             saved.get(one.path),
         )
         for one in folder.components
@@ -327,12 +339,12 @@ def _misplaced(
     own: Sequence[_Entry],
     near: Sequence[tuple[bool, Sequence[_Entry]]],
     change: _Change,
+    effect: str,
 ) -> Iterator[MisplacedEntry]:
     """Yield the entries that differ from those of their number in all of these checkpoints, which agree."""
     known_by = next_to_it(len(near))
     is_between = len({is_earlier for is_earlier, _ in near}) == 2
     is_newest = all(is_earlier for is_earlier, _ in near)
-    effect = "load_state or the next optimizer step fails" if role is Role.OPTIMIZER else "load_state fails"
     for number, entry in enumerate(own):
         expected = near[0][1][number]
         is_wrapped = (
@@ -380,3 +392,48 @@ def _misplaced(
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=entry.path, holds=holds, expected=f"{wanted}, as in {known_by}", effect=effect
         )
+
+
+_BY_LOAD_STATE = {
+    Role.MODEL: "load_state fails",
+    Role.OPTIMIZER: "load_state or the next optimizer step fails",
+}
+_BY_TRAINER = {
+    Role.MODEL: "the Trainer fails, or begins with new weights for the keys that it does not find",
+    Role.OPTIMIZER: "the resume or the next optimizer step fails",
+}
+"""Effects of another entry on a resume. The Trainer only warns about other keys (transformers 5.23)."""
+
+
+def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]) -> Iterator[RoundedEntry]:
+    """Yield the models with tensors of a lower precision than in all of these checkpoints.
+
+    No run lowers its precision for one save. At an end of the run the script may have changed it.
+    """
+    is_between = len({is_earlier for is_earlier, _ in near}) == 2
+    if len(near) == 1:
+        # Either of the two may be the converted one.
+        return
+    for number, entry in enumerate(own):
+        expected = near[0][1][number].dtypes
+        rounded = [
+            key
+            for key, dtype in entry.dtypes.items()
+            if _is_rounded(dtype, expected.get(key, ""))
+            and all(there[number].dtypes.get(key) == expected[key] for _, there in near)
+        ]
+        if rounded:
+            dtypes = Counter((entry.dtypes[key], expected[key]) for key in rounded)
+            (dtype, wanted), _ = dtypes.most_common(1)[0]
+            yield (RoundedEntry if is_between else LowerPrecision)(
+                path=entry.path,
+                holds=f"{count_of(len(rounded), 'tensor')} in {dtype}",
+                expected=f"{wanted}, as in {next_to_it(len(near))}",
+                effect="the load succeeds, with rounded values",
+            )
+
+
+def _is_rounded(dtype: str, expected: str) -> bool:
+    """Return whether a conversion between two floating point types loses digits: also between F16 and BF16."""
+    are_floats = all(name.startswith(("F", "BF")) and name in DTYPE_BITS for name in (dtype, expected))
+    return are_floats and dtype != expected and DTYPE_BITS[dtype] <= DTYPE_BITS[expected]

@@ -78,6 +78,36 @@ class RenamedState(MisplacedEntry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedEntry(MisplacedEntry):
+    """A model in a lower precision than in the checkpoints before and after: somebody converted the file."""
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds, with rounded values."""
+        return Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring the file back: the digits are lost."""
+        return (
+            f"{self.effect}: somebody seems to have converted the file. Copy it again from where it came, or resume "
+            "from another checkpoint. If the run had this precision for one save, ignore this"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerPrecision(RoundedEntry):
+    """A model in a lower precision at an end of the run: the script may have changed it."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to compare with the script."""
+        return f"{self.effect}: copy the file again from where it came. If the run has this precision now, ignore this"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownState(Finding):
     """A state file that no class of torch or accelerate loads, and a class of a script's own might.
 

@@ -1,0 +1,208 @@
+"""Weights and optimizers of the Trainer that differ from those of the checkpoints next to them: it may resume anyway.
+
+The oracle is a Trainer that resumes: the weights with which it begins are those of the save, or others.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from ckptfix import check, latest_checkpoint
+from ckptfix.checkpoint.filenames import TRAINER
+from tests.diagnosis.test_changed_entries import Run, is_refused, of_model, saves
+from tests.diagnosis.test_trainer_states import trainer_in
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Path], object]
+
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+
+
+class Begin(TrainerCallback):  # type: ignore[misc]
+    """Keeps the weights with which a run begins."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Copy them."""
+        self.weights = {key: value.clone() for key, value in objects["model"].state_dict().items()}
+
+
+def train(run: Path, steps: int = 4, *, start: Path | None = None, **options: Any) -> list[Path]:
+    """Save a run after each of so many steps; return its checkpoints. ``dtype``: of the model."""
+    dtype = options.pop("dtype", torch.float32)
+    trainer = trainer_in(run, **options)
+    trainer.model.to(dtype)
+    trainer.args.save_steps, trainer.args.max_steps = 1, steps
+    trainer.train(resume_from_checkpoint=str(start) if start is not None else None)
+    return sorted(run.glob("checkpoint-*"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("saved") / "run")[0].parent
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def told(root: Path) -> list[tuple[str, str]]:
+    """Return severity and sentence of each finding about another content than next to it."""
+    return [(one.severity.value, str(one)) for one in check(root).findings if one.code == "wrong-state"]
+
+
+def resumed(checkpoint: Path, weights: Tensors) -> str:
+    """Return how the Trainer resumes from a checkpoint: with the "same" weights, with "others", or it "fails"."""
+    trainer, begin = trainer_in(checkpoint.parent.parent / "out"), Begin()
+    trainer.add_callback(begin)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except (RuntimeError, ValueError):
+        return "fails"
+    return "same" if all(torch.equal(begin.weights[key], weights[key]) for key in weights) else "others"
+
+
+def rounded(weights: Tensors) -> Tensors:
+    return {key: value.half() for key, value in weights.items()}
+
+
+def renamed(weights: Tensors) -> Tensors:
+    return {f"model.{key}": value for key, value in weights.items()}
+
+
+def reshaped(weights: Tensors) -> Tensors:
+    return {key: torch.cat((value, value)) for key, value in weights.items()}
+
+
+def changed(change: Callable[[Tensors], Tensors]) -> Change:
+    """Return a change of the weights of a checkpoint."""
+    return of_model(change)
+
+
+def without_group(root: Path) -> None:
+    state = torch.load(root / OPTIMIZER)
+    (first, *others) = state["param_groups"]
+    state["param_groups"] = [first]
+    for group in others:
+        for number in group["params"]:
+            del state["state"][number]
+    torch.save(state, root / OPTIMIZER)
+
+
+DAMAGE: dict[str, tuple[Change, str, str]] = {
+    "F16": (
+        changed(rounded),
+        "others",
+        f"{WEIGHTS}: it holds 25 tensors in F16 (expected F32, as in 3 checkpoints next to it)",
+    ),
+    "keys": (
+        changed(renamed),
+        "others",
+        f"{WEIGHTS}: it holds 25 tensors, 25 of them with other keys or shapes (expected 25 tensors, as in 3 "
+        "checkpoints next to it)",
+    ),
+    "shapes": (
+        changed(reshaped),
+        "fails",
+        f"{WEIGHTS}: it holds 25 tensors, 25 of them with other keys or shapes (expected 25 tensors, as in 3 "
+        "checkpoints next to it)",
+    ),
+    "groups": (
+        without_group,
+        "fails",
+        f"{OPTIMIZER}: it holds 1 param group with 11 parameters (expected 2 param groups with 25 parameters (11, "
+        "14), as in 3 checkpoints next to it)",
+    ),
+}
+
+
+def test_a_run_of_the_trainer_is_healthy(run: Path) -> None:
+    checkpoints = sorted(run.iterdir())
+    assert [told(root) for root in checkpoints] == [[]] * 4
+    assert resumed(checkpoints[1], load_file(checkpoints[1] / WEIGHTS)) == "same"
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_another_content_between_two_checkpoints_is_told(run: Path, name: str) -> None:
+    change, outcome, words = DAMAGE[name]
+    root = run / "checkpoint-2"
+    weights = load_file(root / WEIGHTS)
+    change(root)
+    assert told(root) == [("warning", words)]
+    assert check(root).status == 1
+    assert resumed(root, weights) == outcome
+    assert [told(run / f"checkpoint-{number}") for number in (1, 3, 4)] == [[]] * 3
+
+
+def test_rounded_weights_are_a_note_at_the_end_of_a_run(run: Path) -> None:
+    root = run / "checkpoint-4"
+    changed(rounded)(root)
+    words = f"{WEIGHTS}: it holds 25 tensors in F16 (expected F32, as in 2 checkpoints next to it)"
+    assert told(root) == [("note", words)]
+    assert check(root).status == 0
+    assert latest_checkpoint(run, pattern=TRAINER) == root
+
+
+def test_other_keys_at_the_end_of_a_run_are_passed_over(run: Path) -> None:
+    changed(renamed)(run / "checkpoint-4")
+    assert [severity for severity, _ in told(run / "checkpoint-4")] == ["warning"]
+    with pytest.warns(UserWarning, match="passed over checkpoint-4"):
+        assert latest_checkpoint(run, pattern=TRAINER) == run / "checkpoint-3"
+
+
+def test_weights_of_higher_precision_lose_nothing(tmp_path: Path) -> None:
+    checkpoints = train(tmp_path / "run", dtype=torch.bfloat16)
+    changed(lambda weights: {key: value.float() for key, value in weights.items()})(checkpoints[1])
+    assert [told(root) for root in checkpoints] == [[]] * 4
+
+
+def test_a_run_that_goes_on_in_bf16_has_a_note_at_most(run: Path) -> None:
+    """The first checkpoint in bf16 is the newest one then, and those after it show that the script changed."""
+    for number in (3, 4):
+        shutil.rmtree(run / f"checkpoint-{number}")
+    *older, newest = train(run, 3, start=run / "checkpoint-2", dtype=torch.bfloat16)
+    assert [told(root) for root in older] == [[], []]
+    assert [severity for severity, _ in told(newest)] == ["note"]
+    checkpoints = train(run, 4, start=newest, dtype=torch.bfloat16)
+    assert [told(root) for root in checkpoints] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"save_only_model": True}, {"save_total_limit": 2}, {"bf16": True}, {"optim": "adafactor"}]
+)
+def test_options_of_the_trainer_are_no_difference(tmp_path: Path, options: dict[str, Any]) -> None:
+    checkpoints = train(tmp_path / "run", **options)
+    assert len(checkpoints) == options.get("save_total_limit", 4)
+    assert [told(root) for root in checkpoints] == [[]] * len(checkpoints)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_changes_its_adapters_is_healthy(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    for step, rank in enumerate((2, 4, 2), 1):
+        trainer = trainer_in(tmp_path / "run")
+        config = peft.LoraConfig(r=rank, target_modules=["query", "key"][: rank // 2])
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        trainer.args.save_steps, trainer.args.max_steps = step, step
+        trainer.train()
+    checkpoints = sorted((tmp_path / "run").iterdir())
+    assert [told(root) for root in checkpoints] == [[]] * 3
+
+
+def test_save_state_loads_rounded_weights_without_an_error(tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    exact = load_file(folders[1] / WEIGHTS)
+    of_model(rounded)(folders[1])
+    fresh = Run()
+    fresh.accelerator.load_state(str(folders[1]))
+    assert not all(torch.equal(value, exact[key]) for key, value in fresh.net.state_dict().items())
+    words = f"{WEIGHTS}: it holds 4 tensors in F16 (expected F32, as in 2 checkpoints next to it)"
+    assert told(folders[1]) == [("warning", words)]
+    assert [told(root) for root in (folders[0], folders[2])] == [[], []]
+    assert not is_refused(folders[1])
