@@ -575,8 +575,9 @@ def _of_encoded(args: tuple[Any, ...], pickle: Pickle) -> str:
     """Say why a text cannot be encoded; rare encodings, and what handles errors, are not tried."""
     encoding = args[1].value if len(args) > 1 and type(args[1]) is Text else "utf-8"
     try:
-        codecs.lookup(encoding)
-        if encoding in _ENCODINGS and len(args) < 3 and type(args[0]) is Text:
+        if encoding not in _ENCODINGS:
+            codecs.lookup(encoding)
+        elif len(args) < 3 and type(args[0]) is Text:
             args[0].value.encode(encoding)
     except LookupError:
         return f"for the unknown encoding {encoding!r:.40}"

@@ -1,6 +1,7 @@
 """Calls of a pickle in zip files whose checksums are correct: ``torch.load`` itself says which of them it makes."""
 
 import _codecs
+import codecs
 import importlib
 import io
 import pickle
@@ -503,6 +504,21 @@ def test_a_storage_whose_key_is_a_number_is_read(tmp_path: Path, key: int) -> No
     assert (report.status, report.findings) == (0, ())
     (state_dict,) = parsed(tmp_path, data).state_dicts
     assert [one.storage_key for one in state_dict.tensors] == [str(key)]
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "ascii", "utf-8"])
+def test_an_encoding_that_picklers_write_needs_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """A user who may not read Python's folder cannot import ``encodings.latin_1``, and torch needs no such module."""
+
+    def missing(name: str) -> None:
+        raise LookupError(name)
+
+    data = zipped(pickled({"x": Call(_codecs.encode, ("a", encoding))}))
+    monkeypatch.setattr(codecs, "lookup", missing)
+    assert torch.load(io.BytesIO(data)) == {"x": b"a"}
+    parsed(tmp_path, data)
 
 
 @pytest.mark.parametrize("text", [b"x", b"", b"6 4", b"64", b" 64\n", b"-1", b"6_4"])
