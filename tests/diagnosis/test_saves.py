@@ -268,23 +268,38 @@ def test_weights_that_a_hook_of_the_script_saved_are_a_model(folder: Path, name:
 
 
 CONFIGS = {
-    "diffusers": ("config.json", {"_class_name": "UNet2DModel"}, "UNet2DModel"),
-    "peft": ("adapter_config.json", {"peft_type": "LORA"}, "a PEFT adapter (LORA)"),
-    "transformers": ("config.json", {"architectures": ["BertModel"], "model_type": "bert"}, "BertModel"),
+    "diffusers": (
+        "config.json",
+        {"_class_name": "UNet2DModel"},
+        "UNet2DModel",
+        "diffusion_pytorch_model.safetensors",
+    ),
+    "peft": (
+        "adapter_config.json",
+        {"peft_type": "LORA"},
+        "a PEFT adapter (LORA)",
+        "adapter_model.safetensors",
+    ),
+    "transformers": (
+        "config.json",
+        {"architectures": ["BertModel"], "model_type": "bert"},
+        "BertModel",
+        "model.safetensors",
+    ),
 }
 
 
 @pytest.mark.parametrize("library", CONFIGS)
 def test_a_config_below_without_its_weights(folder: Path, library: str) -> None:
     """``unet/`` of a hook lost its weights, and ``unet_ema/`` is intact."""
-    name, config, model = CONFIGS[library]
+    name, config, model, weights = CONFIGS[library]
     (folder / "model.safetensors").unlink()
     for below in ("unet", "unet_ema"):
         (folder / below).mkdir()
         (folder / below / name).write_text(json.dumps(config))
-        shutil.copyfile(CLEAN / "model.safetensors", folder / below / "diffusion_pytorch_model.safetensors")
+        shutil.copyfile(CLEAN / "model.safetensors", folder / below / weights)
     assert check(folder).findings == ()
-    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    (folder / "unet" / weights).unlink()
     report = check(folder)
     (finding,) = report.findings
     assert isinstance(finding, MissingModel)
@@ -308,6 +323,7 @@ def test_a_config_that_needs_no_weights(
     folder: Path, name: str, config: object, others: tuple[str, ...]
 ) -> None:
     (folder / "unet").mkdir()
+    (folder / "unet" / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
     (folder / "model.safetensors").rename(folder / "unet" / "diffusion_pytorch_model.safetensors")
     (folder / "other").mkdir()
     for one in (name, *others):
