@@ -262,7 +262,7 @@ def diagnose(
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
         trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:
-            findings += diagnose_schedules(folder, optimizers, damaged)
+            findings += diagnose_schedules(folder, optimizers, damaged, neighbours)
             step = trainer.step if not folder.is_save_state else None
             findings += diagnose_progress(folder, optimizers, damaged, neighbours, step)
             findings += diagnose_empty_optimizers(folder, sharded, optimizers, damaged, neighbours, step)

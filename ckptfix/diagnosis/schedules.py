@@ -72,7 +72,10 @@ _MOST_MOVES = 1 << 53
 
 
 def diagnose_schedules(
-    folder: CheckpointFolder, optimizers: Sequence[SavedOptimizer], damaged: frozenset[PurePosixPath]
+    folder: CheckpointFolder,
+    optimizers: Sequence[SavedOptimizer],
+    damaged: frozenset[PurePosixPath],
+    neighbours: Neighbours,
 ) -> Iterator[Finding]:
     """Yield the schedules that fit none of the folder's optimizers.
 
@@ -92,19 +95,42 @@ def diagnose_schedules(
             rates = list(_read_in_each_step(scheduler.content.tree.root))
         except FormatError:
             continue
-        wrong = [count for count in rates if count not in groups.values()]
-        if wrong:
+        wrong = [base for base in rates if base.rates not in groups.values()]
+        if wrong and not (
+            wrong[0].may_be_unread and _has_neighbour_with(wrong[0], scheduler.path, neighbours)
+        ):
             partner = next((one for one in files if one.name.index == scheduler.name.index), files[0])
             yield MismatchedRates(
                 path=scheduler.path,
-                rates=wrong[0],
+                rates=wrong[0].rates,
                 optimizer=str(partner.path),
                 param_groups=len(read[partner.path].groups),
             )
 
 
-def _read_in_each_step(state: Any) -> Iterator[int]:
-    """Yield the numbers of base rates that the next steps of a scheduler take for all param groups."""
+class _BaseRates(NamedTuple):
+    """The number of base rates that the next step of a scheduler takes for all param groups.
+
+    ``may_be_unread``: of a MultiplicativeLR, whose file looks like that of a LambdaLR. It steps without base rates.
+    With the state of another run it has a last rate for each group, and still the base rates of that run.
+    """
+
+    rates: int
+    may_be_unread: bool
+
+
+def _has_neighbour_with(base: _BaseRates, path: PurePosixPath, neighbours: Neighbours) -> bool:
+    """Return whether a checkpoint next to this one has these base rates: then the run went on with them."""
+    for _, there in scanned(neighbours.spread(), Role.SCHEDULER):
+        file = _states_of_schedulers(there).get(path)
+        with suppress(FormatError):
+            if file is not None and base in _read_in_each_step(file.tree.root):
+                return True
+    return False
+
+
+def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
+    """Yield the base rates that the next steps of a scheduler take."""
     if not is_dict_like(state):
         return
     nested = [one for one in items_of(child(state, "_schedulers"))[:_MOST_NESTED] if is_dict_like(one)]
@@ -123,9 +149,8 @@ def _read_in_each_step(state: Any) -> Iterator[int]:
         return
     saved, last = child(state, "base_lrs"), items_of(child(state, "_last_lr"))
     rates = items_of(saved)
-    # MultiplicativeLR has the keys of LambdaLR. It steps without ``base_lrs``, and then has as many rates as groups.
-    if saved is not None and (_BY_FUNCTION not in own or len(rates) == len(last)):
-        yield len(rates)
+    if saved is not None:
+        yield _BaseRates(len(rates), may_be_unread=_BY_FUNCTION in own and len(rates) != len(last))
 
 
 _EMPTY = (

@@ -177,12 +177,44 @@ def test_a_group_that_was_added_after_another_schedule_is_not_told(tmp_path: Pat
     assert told(run.save(tmp_path / "checkpoint")) == []
     run.step(1)
     assert told(run.save(tmp_path / "later")) == []
-    # Loaded into a run that has both groups from its start, MultiplicativeLR goes on, and saves a rate for each.
+
+
+def test_a_multiplicative_schedule_goes_on_with_the_base_rates_of_another_run(tmp_path: Path) -> None:
     loaded = Run(2, SCHEDULES["MultiplicativeLR"])
     first = Run(1, SCHEDULES["MultiplicativeLR"])
     loaded.schedulers[0].load_state_dict(first.schedulers[0].state_dict())
-    loaded.step(1)
-    assert check(loaded.save(tmp_path / "of both")).status == 0
+    roots = []
+    for number in (1, 2):
+        loaded.step(1)
+        roots.append(loaded.save(tmp_path / "run" / f"checkpoint_{number}"))
+    assert [check(root).status for root in roots] == [0, 0]
+    # Alone it looks like the file of a LambdaLR, whose next step would fail.
+    assert len(told(Path(shutil.copytree(roots[0], tmp_path / "alone")))) == 1
+
+
+_IN_A_SEQUENCE = "SequentialLR at a LambdaLR"
+
+
+@pytest.mark.parametrize("name", ["LambdaLR", "cosine of transformers", _IN_A_SEQUENCE])
+@pytest.mark.parametrize("count", [1, 3])
+def test_base_rates_that_contradict_the_last_rates_of_a_function_are_told(
+    name: str, count: int, tmp_path: Path
+) -> None:
+    run = Run(2, SCHEDULES[name])
+    roots = []
+    for number in (1, 2):
+        run.step(3)
+        roots.append(run.save(tmp_path / f"checkpoint_{number}"))
+    state = torch.load(roots[1] / "scheduler.bin", weights_only=True)
+    part = state["_schedulers"][1] if name == _IN_A_SEQUENCE else state
+    assert len(part["base_lrs"]) == len(part["_last_lr"]) == 2
+    part["base_lrs"] = (part["base_lrs"] * 2)[:count]
+    torch.save(state, roots[1] / "scheduler.bin")
+    # The load succeeds: zip() of the next step finds another number of functions.
+    assert not Run(2, SCHEDULES[name]).goes_on(roots[1])
+    assert len(told(roots[1])) == 1
+    assert Run(2, SCHEDULES[name]).goes_on(roots[0])
+    assert check(roots[0]).status == 0
 
 
 def test_of_several_optimizers_none_may_fit(tmp_path: Path) -> None:
