@@ -148,6 +148,13 @@ def is_empty_config(path: Path) -> bool:
     return False
 
 
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object in a config; empty where there is none that can be read, which is a finding of its own."""
+    with suppress(OSError, ValueError):
+        return _read_object(folder / name)
+    return {}
+
+
 def library_of(config: Path) -> str:
     """Return the library whose ``from_pretrained`` takes the model of a config, "" where it does not say.
 

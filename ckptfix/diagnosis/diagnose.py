@@ -9,6 +9,7 @@ from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
+from ckptfix.checkpoint.load_inputs import loads_of
 from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
@@ -53,6 +54,8 @@ from ckptfix.diagnosis.findings.sharded import (
     UndecidedIndex,
 )
 from ckptfix.diagnosis.indexes import diagnose_shards
+from ckptfix.diagnosis.loads import diagnose_loads
+from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
@@ -275,6 +278,8 @@ def diagnose(
                 folder.root, groups, existing, corrupt, prove=proves, data=data, progress=progress
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
+        of_loads = diagnose_loads(loads_of(folder, groups)) if folder.only is None else LoadVerdict()
+        findings += of_loads.findings
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
         )
@@ -306,6 +311,7 @@ def diagnose(
             *unjudged_loaders(folder),
             *of_optimizers.unchecked,
             *trainer.unchecked,
+            *of_loads.unchecked,
             *of_save.unchecked,
         ),
         unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),
