@@ -6,6 +6,7 @@ torch.compile ``_orig_mod``, FSDP1 ``_fsdp_wrapped_module``, activation checkpoi
 only where every name of a state dict begins with it; a name's last segment never counts.
 """
 
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -27,6 +28,49 @@ _FLAT = "_flat_param"
 
 _COMPUTED = frozenset({"inv_freq", "masked_bias", "position_ids"})
 """Last parts of the keys of buffers that transformers computes, and that its older versions saved and listed."""
+
+
+_OF_ADAPTER = re.compile(
+    "lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|ia3_l"
+    "|vera_lambda_[bd]|trainable_tokens_delta"
+)
+"""Segments of the parameters of PEFT's adapters: in a model the adapter's name follows, in a file it does not."""
+
+_SAVED_WHOLE = "modules_to_save"
+"""Segment of a module that PEFT trains as a whole: in a model it and the adapter's name follow the module's name."""
+
+
+def is_of_adapter(key: str) -> bool:
+    """Return whether a key is of a parameter of one of PEFT's adapters, as PEFT saves it."""
+    return any(map(_OF_ADAPTER.fullmatch, key.split(".")[-2:]))
+
+
+def adapter_name(key: str) -> str:
+    """Return the adapter's name in a key of a model with adapters, "" for a key as PEFT saves it.
+
+    PEFT takes it out of every key when it saves, and adds it again when it loads (0.21).
+    """
+    path = key.split(".")
+    if _SAVED_WHOLE in path[1:-2]:
+        return path[path.index(_SAVED_WHOLE, 1) + 1]
+    if path[-1] not in ("weight", "bias"):
+        return path[-1] if len(path) > 2 and _OF_ADAPTER.fullmatch(path[-2]) else ""
+    return path[-2] if len(path) > 3 and _OF_ADAPTER.fullmatch(path[-3]) else ""
+
+
+def without_adapter_name(key: str, name: str) -> str:
+    """Return a key of a model with adapters as PEFT saves it, if its adapter has this name; else the key."""
+    if not name or adapter_name(key) != name:
+        return key
+    path = key.split(".")
+    if _SAVED_WHOLE in path[1:-2]:
+        at = path.index(_SAVED_WHOLE, 1)
+        return ".".join(path[:at] + path[at + 2 :])
+    if path[-1] == name:
+        return ".".join(path[:-1])
+    # A module since 0.13, and saved as the parameter that it was before.
+    is_of_dora = path[-3] == "lora_magnitude_vector"
+    return ".".join(path[:-2] if is_of_dora else [*path[:-2], path[-1]])
 
 
 def is_computed(key: str) -> bool:
@@ -108,17 +152,21 @@ class KeyMap:
     """A rule for renaming every fqn of one state dict: a leading chain is replaced by another.
 
     ``inner``: first remove private wrapper segments anywhere in a name. ``remove``: the leading wrapper chain of every
-    name after that. ``insert``: the replacement of that chain.
+    name after that. ``insert``: the replacement of that chain. ``adapter``: name of the adapter to take out of the keys
+    of its parameters, "" for none.
     """
 
     remove: tuple[str, ...]
     insert: tuple[str, ...] = ()
     inner: bool = False
+    adapter: str = ""
 
     def __call__(self, fqn: str) -> str:
         """Return the new name of a tensor; a name without the chain keeps its beginning."""
         if self.inner:
             fqn = without_private_wrappers(fqn)
+        if self.adapter:
+            fqn = without_adapter_name(fqn, self.adapter)
         prefix = dotted(self.remove)
         if not fqn.startswith(prefix):
             return fqn
@@ -134,6 +182,8 @@ class KeyMap:
         segments = tuple(name.split(".")) if name else ()
         if self.inner:
             segments = tuple(segment for segment in segments if segment not in PRIVATE_WRAPPERS)
+        if self.adapter and adapter_name(name) == self.adapter:
+            segments = segments[:-1]
         depth = len(self.remove)
         if segments[:depth] == self.remove:
             return ".".join(self.insert + segments[depth:])

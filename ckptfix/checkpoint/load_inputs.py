@@ -1,12 +1,14 @@
-"""What one call of ``from_pretrained`` is given by a folder: configs, tensors, and samples of their bytes.
+"""Inputs that a folder gives to one call of ``from_pretrained``: configs, tensors, and samples of their bytes.
 
 A rule about a load takes such a value and no path, so that a test writes one in five lines, without a file.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import STEMS_OF_LIBRARIES, TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder
@@ -24,7 +26,7 @@ CONFIG_OF_LIBRARY = {"peft": ADAPTER, "transformers": CONFIG, "diffusers": CONFI
 """Library -> the config without which its ``from_pretrained`` takes nothing."""
 
 _CONFIGS = (CONFIG, ADAPTER, "quantize_config.json", "hf_quant_config.json")
-"""What rules read: the last two are those of GPTQ and of modelopt."""
+"""Configs that rules read. The last two are those of GPTQ and of modelopt."""
 
 Config = Mapping[str, Any]
 Sample = Callable[[str, int], bytes | None]
@@ -34,10 +36,12 @@ Sample = Callable[[str, int], bytes | None]
 class Load(NamedTuple):
     """The weights of one model, and the configs next to them.
 
-    ``path``: the file with the weights, or the index of their shards. ``library``: ``transformers``, ``diffusers`` or
-    ``peft``. ``configs``: name -> content, of those that are readable. ``tensors``: key -> tensor, of all files.
-    ``is_whole``: the header of each file was read. ``states_of``: whose states of a training lie next to them,
-    ``save_state`` or of the Trainer.
+    ``path``: the file with the weights, or the index of their shards. ``files``: those with weights. ``library``:
+    ``transformers``, ``diffusers`` or ``peft``. ``configs``: name -> content, of those that are readable. ``tensors``:
+    key -> tensor, of all files. ``is_whole``: the header of each file was read. ``states_of``: whose states of a
+    training lie next to them, ``save_state`` or of the Trainer. ``deepspeed``: the folder of DeepSpeed next to them, ""
+    for none. ``steps``: of the optimizer, as a counter next to them shows. ``size``: the most bytes of a tensor that a
+    rule reads.
     """
 
     path: PurePosixPath
@@ -47,6 +51,10 @@ class Load(NamedTuple):
     sample: Sample = lambda key, size: None
     is_whole: bool = True
     states_of: str = ""
+    deepspeed: str = ""
+    steps: int = 0
+    size: int = SAMPLE
+    files: tuple[PurePosixPath, ...] = ()
 
     @property
     def config(self) -> Config:
@@ -63,20 +71,28 @@ def library_of(config: Config) -> str:
     return "transformers" if isinstance(config.get("architectures"), list) else ""
 
 
-def loads_of(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Iterator[Load]:
+def loads_of(
+    folder: CheckpointFolder, groups: Sequence[ModelFiles], *, data: bool = False, steps: int = 0
+) -> Iterator[Load]:
     """Yield each load that the configs of a folder and the names of its weights promise. Reads the configs alone.
+
+    ``data``: let the rules read tensors as a whole. ``steps``: of the optimizer, as a counter in the folder shows.
 
     Weights without the config of their library yield nothing: no ``from_pretrained`` takes them. Two families of one
     model, such as safetensors next to ``.bin``, are two loads. Variants are loaded by name alone, and yield nothing.
     """
     for library, name in CONFIG_OF_LIBRARY.items():
-        families = [group for group in groups if _is_of(group, library)] if folder.has_file(name) else []
+        families = (
+            [group for group in groups if _is_of(group, library, folder.only)]
+            if folder.has_file(name)
+            else []
+        )
         if not families:
             continue
         configs = {known: config for known in _CONFIGS if (config := read_config(folder.root, known))}
         if library_of(configs.get(name, {})) != library:
             continue
-        sample = _sampler(folder.root, families)
+        folders = (*folder.subfolders, *map(PurePosixPath, folder.unscanned))
         states_of = (
             "save_state" if folder.is_save_state else "Trainer" if folder.has_file(TRAINER_STATE) else ""
         )
@@ -86,30 +102,37 @@ def loads_of(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Iterator
                 library=library,
                 configs=configs,
                 tensors={tensor.fqn: tensor for member in group.members for tensor in member.tensors},
-                sample=sample,
+                sample=_sampler(folder.root, group, sys.maxsize if data else _SAMPLED // len(families)),
                 is_whole=group.is_whole,
                 states_of=states_of,
+                deepspeed=next((str(path) for _, path in deepspeed_below(folder.root, folders)), ""),
+                steps=steps,
+                size=sys.maxsize if data else SAMPLE,
+                files=tuple(member.path for member in group.members),
             )
 
 
-def _is_of(group: ModelFiles, library: str) -> bool:
-    """Return whether a library looks for the files of a group by their names, without being told a variant."""
+def _is_of(group: ModelFiles, library: str, only: str | None) -> bool:
+    """Return whether a library looks for the files of a group by their names, without being told a variant.
+
+    ``only``: the one file that was read, if it was one: a shard alone shows nothing.
+    """
     if not group.members or group.is_left_over or group.members[0].name.index:
         return False
     name = group.members[0].name
+    if only is not None and name.shard is not None:
+        return False
     stems = STEMS_OF_LIBRARIES[library].get(name.suffix, ())
     return name.model is not None and name.stem in stems and not name.model.variant
 
 
-def _sampler(root: Path, groups: Sequence[ModelFiles]) -> Sample:
-    """Return what reads the first bytes of tensors, 1 MB of a folder in all."""
+def _sampler(root: Path, group: ModelFiles, left: int) -> Sample:
+    """Return what reads the first bytes of tensors. ``left``: the most that it reads in all."""
     places = {
         tensor.fqn: (member.path, tensor.data_offsets)
-        for group in groups
         for member in group.members
         for tensor in member.tensors
     }
-    left = _SAMPLED
 
     def sample(key: str, size: int) -> bytes | None:
         nonlocal left

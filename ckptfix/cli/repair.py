@@ -61,6 +61,9 @@ _WORDS: dict[object, str] = {
 @click.option("--keep", multiple=True, metavar="ROLE=N", help=f"The same for {', '.join(KEEPABLE)}.")
 @click.option("--keys", type=click.Choice([keys.value for keys in Keys]), default=Keys.AUTO.value, show_default=True,
               help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
+@click.option(
+    "--adapter", default="", metavar="NAME", help="Of several adapters in one file, keep this one for PEFT."
+)
 @click.option("--only", multiple=True, metavar="CODE", help="Repair findings of this code alone.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
 @click.option(
@@ -81,6 +84,7 @@ def repair_command(
     models: int | None,
     keep: tuple[str, ...],
     keys: str,
+    adapter: str,
     only: tuple[str, ...],
     allow: tuple[str, ...],
     verbose: bool,
@@ -99,6 +103,7 @@ def repair_command(
         only=frozenset(only),
         allow=frozenset(allow),
         atomic=atomic,
+        adapter=adapter,
     )
 
     saved = _read_plan(plan_file, paths, output, plan_out, policy) if plan_file is not None else None

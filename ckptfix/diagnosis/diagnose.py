@@ -55,13 +55,11 @@ from ckptfix.diagnosis.findings.sharded import (
 )
 from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.loads import diagnose_loads
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
-    diagnose_adapters,
     diagnose_keys,
     diagnose_meta_tensors,
     diagnose_renamed,
@@ -251,7 +249,6 @@ def diagnose(
         findings += diagnose_renamed(folder, _paths(findings, _OF_CONTENT))
         findings += diagnose_meta_tensors(folder)
         findings += diagnose_keys(folder)
-        findings += diagnose_adapters(folder)
         damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))
         unreliable = _paths(findings, _OF_HEADERS)
@@ -278,7 +275,10 @@ def diagnose(
                 folder.root, groups, existing, corrupt, prove=proves, data=data, progress=progress
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
-        of_loads = diagnose_loads(loads_of(folder, groups)) if folder.only is None else LoadVerdict()
+        progress_of_run = trainer if folder.only is None else trainer_progress(folder.root)
+        steps = max((progress_of_run.step or 0, *(one.step or 0 for one in optimizers)))
+        of_loads = diagnose_loads(loads_of(folder, groups, data=data, steps=steps))
+        findings = [finding for finding in findings if not of_loads.explains(finding)]
         findings += of_loads.findings
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours

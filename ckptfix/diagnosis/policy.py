@@ -35,7 +35,7 @@ class Policy:
 
     ``keep``: the number of entries of a role in the script. ``only``: codes to repair, empty for all.
     ``allow``: the named codes among those that are repaired only on request. ``atomic``: write new files,
-    never patch one in place.
+    never patch one in place. ``adapter``: of the adapters in one file, the name of the one that it is for.
     """
 
     keep: Mapping[Role, int] = field(default_factory=dict)
@@ -43,6 +43,7 @@ class Policy:
     only: frozenset[str] = frozenset()
     allow: frozenset[str] = frozenset()
     atomic: bool = False
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         for code in self.only | self.allow:

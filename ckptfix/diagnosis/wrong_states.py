@@ -1,7 +1,5 @@
 """States that are intact, and not what the names of their files promise."""
 
-import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 
@@ -23,7 +21,6 @@ from ckptfix.diagnosis.findings.misplaced import EmptyExport, RenamedState, Unkn
 from ckptfix.formats.pickle_tree import Text, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
-from ckptfix.wording import count_of
 
 _EFFECTS = {
     Content.OPTIMIZER: "the load fails",
@@ -249,34 +246,6 @@ def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
 _EFFECTS_OF_KEYS = EFFECTS_ON_TORCH | {Content.MODEL: "load_state_dict of a model fails"}
 
 _FREE = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
-
-_HALF = re.compile(r"(.+\.lora_(?:embedding_)?)([AB])(\.weight)?", re.DOTALL)
-"""Key of one of the two matrices of LoRA, of which a save of PEFT has both (0.21)."""
-
-
-def diagnose_adapters(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the LoRA adapters of PEFT with one matrix of a pair: it loads them, and leaves the other as it was made."""
-    for component in folder.components:
-        if component.name.model is None or component.name.model.stem != "adapter_model":
-            continue
-        halves: defaultdict[str, set[str]] = defaultdict(set)
-        for tensor in component.tensors:
-            if match := _HALF.fullmatch(tensor.fqn):
-                halves[match[1]].add(match[2])
-        lone = [(name, *halves[name]) for name in halves if len(halves[name]) == 1]
-        if lone:
-            name, half = lone[0]
-            lost = (
-                "random A, so that the adapter does something else"
-                if half == "B"
-                else "B of zeros, and no effect"
-            )
-            yield UnknownState(
-                path=component.path,
-                holds=f"one of two LoRA matrices for {count_of(len(lone), 'module')}, such as {name}{half}",
-                expected="A and B",
-                effect=f"PEFT loads it with a new {lost}",
-            )
 
 
 def _is_pretrained(folder: CheckpointFolder) -> bool:

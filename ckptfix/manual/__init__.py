@@ -8,6 +8,7 @@ from difflib import get_close_matches
 TOPICS = (
     "tutorial",
     "troubleshooting",
+    "will-it-load",
     "commands",
     "after-repair",
     "findings",

@@ -33,6 +33,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     SurplusStates,
     WrapperPrefix,
 )
+from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
     UndecidedIndex,
@@ -90,6 +91,9 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
         plan_dcp_names(draft, dropped)
     plan_indexes(draft, maps)
     plan_moves(draft, dropped)
+    if policy.adapter and not any(isinstance(finding, DeadAdapter) for finding in draft.findings):
+        path = PurePosixPath("adapter_model.safetensors")
+        draft.stay(DeadAdapter.code, (path,), f"no key has the adapter's name {policy.adapter!r}")
     _hint_at_options(draft)
     return Plan(
         folder=diagnosis.folder,
@@ -366,16 +370,16 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
             # Other keys would change the verdict about the duplicates, and so the plan.
             objection = "a duplicate with the same keys stays, as the number of models asked for counts it"
         if objection is not None:
-            draft.stay(_code_of(draft, renamed[0]), [member.path for member in renamed], objection)
+            draft.stay(_code_of(draft, group, renamed[0]), [member.path for member in renamed], objection)
             maps, own = {}, {}
         first = group.members[0].path
         bundle = bundles.get(first, first)
         for member in group.members:
             adds = member.path in adds_format
             if member.path in own:
-                _rewrite(draft, member, own[member.path], adds, bundle)
+                _rewrite(draft, group, member, own[member.path], adds, bundle)
             elif adds:
-                _rewrite(draft, member, {}, adds, None)
+                _rewrite(draft, group, member, {}, adds, None)
         happening.update(maps)
     return happening
 
@@ -399,6 +403,7 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
     if group.is_left_over:
         return {}
     result: dict[ScopeKey, KeyMap] = {}
+    of_adapter = _adapter_map(draft, group)
     asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # one answer for all shards of a model
     for member in group.members:
         nested = {
@@ -413,9 +418,37 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
             key_map = asked[place]
             if key_map is None and (finding := nested.get(str(scope))) is not None:
                 key_map = KeyMap(remove=finding.chain, insert=finding.target)
+            if key_map is None and not scope.path:
+                key_map = of_adapter
             if key_map is not None and any(key_map(fqn) != fqn for fqn in scope.names):
                 result[scope_key(member, scope)] = key_map
     return result
+
+
+def _dead_adapter(draft: Draft, group: ModelFiles) -> DeadAdapter | None:
+    """Return the finding about keys that PEFT does not look for, in all files of an adapter together."""
+    path = group.index_path or group.members[0].path
+    return next((finding for finding in draft.findings_of(path) if isinstance(finding, DeadAdapter)), None)
+
+
+def _adapter_map(draft: Draft, group: ModelFiles) -> KeyMap | None:
+    """Return the key map of an adapter that PEFT does not find, None where only the user knows it."""
+    finding, policy = _dead_adapter(draft, group), draft.policy
+    if finding is None:
+        return None
+    if policy.adapter and policy.adapter not in finding.names:
+        names = f"; it has {list_names(finding.names)}" if finding.names else ""
+        draft.stay(finding.code, (finding.path,), f"no key has the adapter's name {policy.adapter!r}{names}")
+        return None
+    if not (finding.is_fixable or policy.adapter or finding.code in policy.allow):
+        return None
+    if isinstance(finding, SeveralAdapters) and not policy.adapter:
+        names = list_names(finding.names)
+        draft.stay(
+            finding.code, (finding.path,), f"it has the adapters {names}; choose one with --adapter NAME"
+        )
+        return None
+    return finding.key_map(policy.adapter or next(iter(finding.names), ""))
 
 
 def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameScope) -> KeyMap | None:
@@ -485,7 +518,12 @@ def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
 
 
 def _rewrite(
-    draft: Draft, component: Component, maps: Maps, adds_format: bool, bundle: PurePosixPath | None
+    draft: Draft,
+    group: ModelFiles,
+    component: Component,
+    maps: Maps,
+    adds_format: bool,
+    bundle: PurePosixPath | None,
 ) -> None:
     changes = [
         (fqn, new)
@@ -502,12 +540,15 @@ def _rewrite(
         renames=len(changes),
         example=changes[0] if changes else None,
     )
-    code = _code_of(draft, component) if changes else NoFormatMetadata.code
-    asked = draft.policy.keys is not Keys.AUTO or code in draft.policy.allow or adds_format
+    code = _code_of(draft, group, component) if changes else NoFormatMetadata.code
+    policy = draft.policy
+    asked = policy.keys is not Keys.AUTO or code in policy.allow or adds_format or bool(policy.adapter)
     draft.add(action, code, Safety.LOSSY if asked else Safety.SAFE, (component.path,), bundle)
 
 
-def _code_of(draft: Draft, component: Component) -> str:
+def _code_of(draft: Draft, group: ModelFiles, component: Component) -> str:
+    if _dead_adapter(draft, group) is not None:
+        return DeadAdapter.code
     codes = {finding.code for finding in draft.findings_of(component.path)}
     return NestedPrefix.code if NestedPrefix.code in codes else WrapperPrefix.code
 
@@ -547,8 +588,10 @@ def plan_indexes(draft: Draft, maps: Maps) -> None:
             total_size=sum(end - begin for shard in group.members for begin, end in _ranges(shard)),
             exists=group.index is not None,
         )
-        code = finding.code if finding is not None else NestedPrefix.code
-        safety = Safety.LOSSY if draft.policy.keys is not Keys.AUTO else Safety.SAFE
+        of_adapter = _dead_adapter(draft, group)
+        code = finding.code if finding is not None else (of_adapter or NestedPrefix).code
+        asked = draft.policy.keys is not Keys.AUTO or draft.policy.adapter or code in draft.policy.allow
+        safety = Safety.LOSSY if asked else Safety.SAFE
         reads = (group.index_path, *(shard.path for shard in group.members))
         draft.add(action, code, safety, reads, group.members[0].path if is_renamed else None)
 

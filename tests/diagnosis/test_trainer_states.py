@@ -517,9 +517,11 @@ def test_the_empty_adapter_of_zero_3_without_gathered_weights(
     shutil.rmtree(lora_checkpoint / "global_step2")
     assert check(lora_checkpoint).status == 1
     if not parameters:
-        (note,) = (one for one in report.findings if one.code == "unknown-state")
-        assert str(note) == "adapter_model.safetensors: it holds no tensors (expected a model's weights)"
-        assert "resume with DeepSpeed reads global_step2/" in note.advice
+        (note,) = (one for one in report.findings if one.code == "incomplete-adapter")
+        assert str(note) == (
+            "adapter_model.safetensors: it holds no tensors; PEFT loads nothing, and warns; a resume with DeepSpeed "
+            "reads global_step2/"
+        )
         with pytest.raises(UsageError, match=r"adapter_model\.safetensors holds no tensors"):
             ckptfix.latest_checkpoint(lora_checkpoint.parent)
 

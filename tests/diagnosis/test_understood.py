@@ -170,12 +170,12 @@ def test_numbers_of_a_language_model_inside_another(folder: Path) -> None:
 
 
 def test_an_adapter(tmp_path: Path) -> None:
-    pair = {f"base_model.a.lora_{matrix}.weight": torch.ones(2) for matrix in "AB"}
+    pair = {f"base_model.model.a.lora_{matrix}.weight": torch.ones(8, 8) for matrix in "AB"}
     save_model(tmp_path / "adapter_model.safetensors", pair)
     config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "gpt2", "peft_version": "0.18.0"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     assert understood(tmp_path) == [
-        "  model      adapter_model.safetensors (LORA adapter, rank 8, of gpt2): 2 tensors, F32, 16 B",
+        "  model      adapter_model.safetensors (LORA adapter, rank 8, of gpt2): 2 tensors, F32, 512 B",
         "  saved by   peft 0.18.0",
     ]
 

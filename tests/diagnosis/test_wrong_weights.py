@@ -22,7 +22,7 @@ from tests.stores.servers import QUICK, upload_folder
 
 __all__ = ["said"]
 
-CODES = ("wrong-state", "unknown-state")
+CODES = ("wrong-state", "unknown-state", "incomplete-adapter")
 WEIGHTS = "pytorch_model.bin"
 
 

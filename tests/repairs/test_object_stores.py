@@ -38,6 +38,7 @@ SCENARIOS = {
     "rename shards and index": ("sharded-gpt2-nested", Policy()),
     "a DCP folder": ("../golden/nested-prefix-dcp", Policy(allow=frozenset({"nested-prefix"}))),
 }
+ADAPTER = {"keys of an adapter": ("../golden/dead-adapter-name", Policy())}
 Objects = dict[str, bytes]
 
 
@@ -72,9 +73,9 @@ def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     cloud.strike = lambda method, key, is_after: None
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", SCENARIOS | ADAPTER)
 def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path, name: str) -> None:
-    fixture, policy = SCENARIOS[name]
+    fixture, policy = (SCENARIOS | ADAPTER)[name]
     old = put(bucket, FIXTURES / fixture / "checkpoint")
     shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
     here = repair(tmp_path / "checkpoint_7", policy=Policy(allow=policy.allow, atomic=True))

@@ -63,6 +63,12 @@ from ckptfix.diagnosis.findings.inconsistent import (
     MissingMoments,
     UnsavedParameters,
 )
+from ckptfix.diagnosis.findings.load_faults import (
+    DeadAdapter,
+    IncompleteAdapter,
+    MismatchedAdapter,
+    UntrainedAdapter,
+)
 from ckptfix.diagnosis.findings.misplaced import MixedSaves, UnknownState, WrongState
 
 CATALOGUE: tuple[type[Finding], ...] = (
@@ -96,6 +102,10 @@ CATALOGUE: tuple[type[Finding], ...] = (
     IncompleteTensor,
     StrayShard,
     FlatParameters,
+    DeadAdapter,
+    IncompleteAdapter,
+    MismatchedAdapter,
+    UntrainedAdapter,
     WrongState,
     UnknownState,
     InconsistentGroups,
@@ -136,6 +146,7 @@ __all__ = [
     "CompressedRecord",
     "ConflictingModels",
     "CrcMismatch",
+    "DeadAdapter",
     "DoubledModel",
     "DoubledStates",
     "EntryGap",
@@ -143,6 +154,7 @@ __all__ = [
     "FlatParameters",
     "IdenticalModels",
     "IdenticalStates",
+    "IncompleteAdapter",
     "IncompleteCheckpoint",
     "IncompleteTensor",
     "InconsistentGroups",
@@ -150,6 +162,7 @@ __all__ = [
     "InterruptedRepair",
     "InterruptedSave",
     "MalformedFile",
+    "MismatchedAdapter",
     "MismatchedMoments",
     "MismatchedNames",
     "MissingFile",
@@ -184,6 +197,7 @@ __all__ = [
     "UnsafePickle",
     "UnsavedFrozen",
     "UnsavedParameters",
+    "UntrainedAdapter",
     "WrapperPrefix",
     "WrongState",
     "finding_lines",

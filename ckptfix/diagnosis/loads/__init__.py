@@ -1,4 +1,4 @@
-"""What a loader makes of a folder, from configs and headers: each rule is a function of a ``Load`` alone.
+"""Verdicts on loads of a folder, from configs and headers: each rule is a function of a ``Load`` alone.
 
 Only what a config or the keys record is judged. Everything else is listed as not checked.
 """
@@ -24,4 +24,5 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
         unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),
+        explained=frozenset().union(*(verdict.explained for verdict in verdicts)),
     )

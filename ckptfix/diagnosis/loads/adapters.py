@@ -1,9 +1,446 @@
-"""Adapters of PEFT against their config: which of the tensors a load brings to life."""
+"""Adapters of PEFT against their config: which of the tensors a load brings to life.
 
-from ckptfix.checkpoint.load_inputs import Load
+Facts from PEFT 0.21 (``utils/save_and_load.py``): ``PeftModel.from_pretrained`` makes the adapter anew from the
+config, and loads the file with ``strict=False``. A key that no parameter has is dropped without a word, a parameter
+without a key stays as it was made, and another shape is a RuntimeError.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.keys import (
+    adapter_name,
+    dotted,
+    is_of_adapter,
+    leading_wrappers,
+    without_adapter_name,
+)
+from ckptfix.checkpoint.load_inputs import Config, Load
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.load_faults import (
+    DeadAdapter,
+    DoubtfulAdapter,
+    DoubtfulParts,
+    ForeignAdapter,
+    IncompleteAdapter,
+    MismatchedAdapter,
+    NamedAdapter,
+    NewAdapter,
+    SeveralAdapters,
+    UnneededParts,
+    UntrainedAdapter,
+    UnusedAdapter,
+)
+from ckptfix.diagnosis.findings.misplaced import UnknownState
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
+from ckptfix.wording import count_of, list_names, series
+
+BASE: tuple[str, ...] = ("base_model", "model")
+"""Segments before every key of an adapter: the attributes of ``PeftModel`` and of its tuner."""
+
+_PROMPTS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
+_PROMPT = "prompt_embeddings"
+"""The one key of an adapter that trains prompts. It has no prefix."""
+
+_MARKS = {
+    "LORA": "lora_", "ADALORA": "lora_", "LOHA": "hada_", "LOKR": "lokr_", "IA3": "ia3_", "VERA": "vera_lambda_",
+}  # fmt: skip
+"""Type of an adapter -> the beginning of the names of its parameters."""
+
+_PARTS = {
+    "LORA": (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")),
+    "ADALORA": (("lora_A", "lora_B", "lora_E"),),
+    "LOHA": (("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),),
+    "LOKR": (("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b")),
+    "VERA": (("vera_lambda_b", "vera_lambda_d"),),
+}
+"""Type of an adapter -> parameters of which a module has all or none."""
+
+_RANKS = {
+    "LORA": {"lora_A": 0, "lora_embedding_A": 0, "lora_B": 1, "lora_embedding_B": 1},
+    "LOHA": {"hada_w1_b": 0, "hada_w2_b": 0},
+    "LOKR": {"lokr_w1_b": 0, "lokr_w2_b": 0},
+    "VERA": {"vera_lambda_d": 0},
+}
+"""Type of an adapter -> parameter -> the dimension that is the rank. Convolutions are judged by ``lora_A`` alone."""
+
+_ZERO_AT_START = {
+    "LORA": ("lora_B", "lora_embedding_A"), "ADALORA": ("lora_E",), "LOHA": ("hada_w2_b",),
+    "LOKR": ("lokr_w1", "lokr_w1_a"), "VERA": ("vera_lambda_b",),
+}  # fmt: skip
+"""Type of an adapter -> parameters that PEFT makes of zeros, so that the adapter changes nothing before a step."""
+
+_STEPS = 20
+"""Steps after which zeros were not trained: a warm-up begins at a rate of 0, and fp16 skips about 16 steps."""
+
+_OF_CLASSES = frozenset({"classifier", "score"})
+"""Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
+
+_MAX_KEY = 300
+
+
+class _Parameter(NamedTuple):
+    """A tensor of an adapter. ``key``: in the file. ``module``: in the base model. ``name``: such as ``lora_A``."""
+
+    key: str
+    module: str
+    name: str
+    shape: tuple[int, ...]
 
 
 def judge_adapter(load: Load) -> LoadVerdict:
-    """Return the verdict on an adapter."""
-    return LoadVerdict()
+    """Return the verdict on an adapter. Missing tensors are judged under the keys that it should have."""
+    kind = str(load.config["peft_type"])
+    names = _Names(load, kind)
+    findings: list[Finding] = list(names.findings())
+    unchecked: list[str] = []
+    explained = {
+        (kind, file)
+        for finding in findings
+        if isinstance(finding, DeadAdapter) and finding.remove
+        for kind in (NestedPrefix, WrapperPrefix)
+        for file in load.files
+    }
+    if load.is_whole and not load.tensors:
+        return LoadVerdict(
+            findings=(_empty(load, "it holds no tensors", "PEFT loads nothing, and warns"),),
+            explained=frozenset((UnknownState, file) for file in load.files),
+        )
+    lost = [key for key, tensor in load.tensors.items() if tensor.shape == (0,)]
+    if lost:
+        tensors = f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}"
+        lacks = f"{tensors} hold no elements, such as {lost[0]}, as ZeRO-3 leaves them in each rank"
+        findings.append(_empty(load, lacks, "PEFT fails with 'size mismatch'"))
+    parameters = [
+        parameter
+        for key, expected in names.expected.items()
+        if (parameter := _parameter(key, expected, load.tensors[key].shape, kind)) is not None
+    ]
+    if names.are_several:
+        unchecked.append(f"{load.path}: ranks and missing tensors of its adapters; repair it first")
+    elif kind in _PROMPTS:
+        findings += _prompts(load, names.expected.values())
+    elif kind in _MARKS:
+        if load.is_whole:
+            findings += _missing(load, kind, parameters, names.expected.values())
+        of_ranks = _ranks(load, kind, [one for one in parameters if one.key not in set(lost)])
+        findings += of_ranks.findings
+        unchecked += of_ranks.unchecked
+        if not lost:
+            findings += _zeros(load, kind, parameters)
+        if not isinstance(load.config.get("target_modules"), list):
+            unchecked.append(
+                f"{load.path}: whether every module that adapter_config.json targets has tensors: only the base model "
+                "shows which modules match"
+            )
+    else:
+        unchecked.append(f"{load.path}: ranks and missing tensors of an adapter of type {kind}")
+    return LoadVerdict(tuple(findings), tuple(unchecked), frozenset(explained))
+
+
+class _Names:
+    """The keys of an adapter as they are and as PEFT looks for them.
+
+    ``expected``: key -> the key that PEFT looks for; without the tensors of another adapter. ``are_several``: the file
+    has several adapters, and none of them is the one to load.
+    """
+
+    def __init__(self, load: Load, kind: str) -> None:
+        self._load = load
+        self._is_prompt = kind in _PROMPTS
+        self._chains = {key: chain for key in load.tensors if (chain := _wrappers(key))}
+        self._bare = {key: key[len(dotted(self._chains.get(key, ()))) :] for key in load.tensors}
+        self._names = {
+            key: name
+            for key, bare in self._bare.items()
+            if not self._is_prompt and (name := adapter_name(bare))
+        }
+        unnamed = {key: bare for key, bare in self._bare.items() if key not in self._names}
+        named = {key: without_adapter_name(self._bare[key], name) for key, name in self._names.items()}
+        self._has_unnamed = any(map(is_of_adapter, unnamed.values()))
+        self._collides = not set(unnamed.values()).isdisjoint(named.values())
+        self.are_several = len(set(self._names.values())) > 1 and not self._collides
+        self.expected = unnamed if self._collides or self.are_several else {**unnamed, **named}
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings about keys that PEFT does not look for."""
+        if not self._chains and not self._names:
+            yield from self._foreign()
+            return
+        chains = Counter(self._chains.values())
+        names = tuple(sorted(set(self._names.values())))
+        dead = [key for key in self._load.tensors if key in self._chains or key in self._names]
+        facts: dict[str, Any] = {
+            "path": self._load.path,
+            "tensors": len(dead),
+            "total": len(self._load.tensors),
+            "key": dead[0],
+            "expected": without_adapter_name(self._bare[dead[0]], self._names.get(dead[0], "")),
+            "remove": chains.most_common(1)[0][0] if chains else (),
+            "names": names,
+        }
+        if self._collides and not chains:
+            yield UnusedAdapter(**facts)
+        elif self.are_several:
+            yield SeveralAdapters(**facts)
+        elif len(chains) > 1:
+            reason = "its keys begin with several wrappers, and a repair removes one of them"
+            yield DoubtfulAdapter(**facts, reason=reason)
+        elif self._load.states_of == "save_state":
+            yield DoubtfulAdapter(**facts, reason="a load hook of the script may look for these keys")
+        elif self._names and self._has_unnamed:
+            reason = "only some of the keys have a name, so they may be of two adapters"
+            yield DoubtfulAdapter(**facts, reason=reason)
+        elif names == ("default",) and not chains:
+            yield NamedAdapter(**facts)
+        else:
+            yield DeadAdapter(**facts)
+
+    def _foreign(self) -> Iterator[Finding]:
+        """Yield a note about keys that lack the prefix of PEFT or have it twice: transformers loads them."""
+        keys = list(self._load.tensors)
+        prefix = dotted(BASE)
+        if self._is_prompt or not keys:
+            return
+        remove: tuple[str, ...] = ()
+        if not any(key.startswith("base_model.") for key in keys):
+            if not any(map(is_of_adapter, keys)):
+                return
+            expected = prefix + keys[0]
+        elif all(key.startswith(prefix * 2) for key in keys):
+            remove, expected = BASE * 2, keys[0].removeprefix(prefix)
+        else:
+            return
+        yield ForeignAdapter(
+            path=self._load.path,
+            tensors=len(keys),
+            total=len(keys),
+            key=keys[0],
+            expected=expected,
+            remove=remove,
+            insert=BASE,
+            reason=f"a script that adds {prefix!r} itself, or loads into an adapted model, finds these keys",
+        )
+
+
+def _wrappers(key: str) -> tuple[str, ...]:
+    """Return the wrappers before a key of PEFT; a module of the base model may have such a name, too."""
+    chain = leading_wrappers(key)
+    rest = key[len(dotted(chain)) :]
+    return chain if rest == _PROMPT or rest.startswith("base_model.") else ()
+
+
+def _parameter(key: str, expected: str, shape: tuple[int, ...], kind: str) -> _Parameter | None:
+    """Return the parameter of an adapter that a key is of, None for other tensors, such as of ``modules_to_save``."""
+    path = expected.split(".")
+    for at in range(len(path) - 1, max(len(path) - 3, 0), -1):
+        if path[at].startswith(_MARKS.get(kind, " ")) and path[at + 1 :] in ([], ["weight"]):
+            return _Parameter(key, ".".join(path[:at]).removeprefix(dotted(BASE)), path[at], shape)
+    return None
+
+
+def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
+    """Return the finding about tensors that were not gathered when they were saved."""
+    if not load.deepspeed:
+        return IncompleteAdapter(
+            path=load.path,
+            lacks=lacks,
+            effect=effect,
+            remedy="the weights are in no file of this folder: look for a global_step folder of DeepSpeed or another "
+            "checkpoint of the run; under ZeRO-3 save with stage3_gather_16bit_weights_on_model_save, or in "
+            "deepspeed.zero.GatheredParameters",
+        )
+    where = "this folder" if load.deepspeed == "." else f"{load.deepspeed}/"
+    # The Trainer leaves it so in each checkpoint with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off.
+    return UnneededParts(
+        path=load.path,
+        lacks=lacks,
+        effect=f"{effect}; a resume with DeepSpeed reads {where}",
+        remedy=f"the weights are in {where}: merge them with DeepSpeed's zero_to_fp32.py, and take the keys with "
+        "'lora_' of the result; set stage3_gather_16bit_weights_on_model_save for the next run",
+    )
+
+
+def _prompts(load: Load, keys: Iterable[str]) -> Iterator[Finding]:
+    """Yield the findings about the embeddings of prompts."""
+    if _PROMPT not in set(keys):
+        if load.is_whole:
+            yield IncompleteAdapter(
+                path=load.path,
+                lacks=f"it has no {_PROMPT}",
+                effect="PEFT fails with KeyError",
+                remedy="copy the adapter again from where it came, or save it again with save_pretrained",
+            )
+        return
+    shape = load.tensors[_PROMPT].shape if _PROMPT in load.tensors else ()
+    count = load.config.get("num_virtual_tokens")
+    # Models with an encoder and a decoder have the tokens twice.
+    if type(count) is int and len(shape) == 2 and shape[0] not in (count, 2 * count):
+        yield MismatchedAdapter(
+            path=load.path,
+            modules=1,
+            module=_PROMPT,
+            rank=shape[0],
+            expected=count,
+            setting="num_virtual_tokens",
+        )
+
+
+def _missing(
+    load: Load, kind: str, parameters: Iterable[_Parameter], keys: Iterable[str]
+) -> Iterator[IncompleteAdapter]:
+    """Yield the findings about parts of modules, target modules and trained heads without tensors."""
+    again = "copy the adapter again from where it came, use another checkpoint, or train again"
+    modules: dict[str, set[str]] = {}
+    for parameter in parameters:
+        modules.setdefault(parameter.module, set()).add(parameter.name)
+    for parts in _PARTS.get(kind, ()):
+        lone = {
+            name: having
+            for name, having in modules.items()
+            if 0 < len(having.intersection(parts)) < len(parts)
+        }
+        if lone:
+            name, having = next(iter(lone.items()))
+            absent = [part for part in parts if part not in having]
+            yield IncompleteAdapter(
+                path=load.path,
+                lacks=f"{count_of(len(lone), 'module')} without {series(absent)}, such as {name} (expected "
+                f"{series(parts)})",
+                effect=f"PEFT makes {series(absent)} anew, so that the training of these modules is lost",
+                remedy=again,
+            )
+    if targets := _texts(load.config.get("target_modules")):
+        absent = [target for target in targets if not any(_is_at(name, target) for name in modules)]
+        if not modules and not load.config.get("trainable_token_indices"):
+            yield IncompleteAdapter(
+                path=load.path,
+                lacks=f"no tensor of {kind} for the target modules {list_names(targets)}",
+                effect="PEFT makes the adapter anew, and it does nothing",
+                remedy=again,
+            )
+        elif absent and not _is_selective(load.config):
+            yield UnneededParts(
+                path=load.path,
+                lacks=f"no tensor for the target {list_names(absent)} of adapter_config.json",
+                effect="if the base model has such modules, they stay as in the base",
+                remedy=f"right for a base model without them, as with a list for several models; else: {again}",
+            )
+    if heads := _texts(load.config.get("modules_to_save")):
+        held = [f".{key.removeprefix(dotted(BASE))}" for key in keys]
+        absent = [head for head in heads if not any(f"{head}." in key for key in held)]
+        if set(heads) >= _OF_CLASSES and not set(absent) >= _OF_CLASSES:
+            absent = [head for head in absent if head not in _OF_CLASSES]
+        if absent:
+            # A base without such a module is no error: some lists are for several models.
+            yield (DoubtfulParts if len(absent) == len(heads) else UnneededParts)(
+                path=load.path,
+                lacks=f"no tensor for {list_names(absent)} of modules_to_save in adapter_config.json",
+                effect="PEFT fails with KeyError if the base model has such a module",
+                remedy=f"{again}; ignore this if the base model has no such module",
+            )
+
+
+def _is_at(module: str, target: str) -> bool:
+    """Return whether a module is one that an entry of ``target_modules`` is for."""
+    return f".{module}.".endswith(f".{target}.")
+
+
+def _is_selective(config: Config) -> bool:
+    """Return whether other settings take modules out of the targets, as only the base model shows."""
+    return any(map(config.get, ("exclude_modules", "target_parameters", "trainable_token_indices")))
+
+
+def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdict:
+    """Return the findings about ranks that are not those of the config."""
+    config = load.config
+    setting = "init_r" if kind == "ADALORA" else "r"
+    rank, patterns = config.get(setting), config.get("rank_pattern")
+    dimensions = _RANKS.get(kind, {})
+    if kind == "ADALORA" and not patterns:
+        # After its budget was allocated the ranks are in rank_pattern, as lists of flags.
+        dimensions = {"lora_A": 0, "lora_E": 0, "lora_B": 1}
+    if not dimensions or (rank is None and kind != "LORA"):
+        return LoadVerdict()
+    rank = 8 if rank is None else rank
+    pattern_of = _matcher(patterns) if isinstance(patterns or {}, dict) else None
+    if type(rank) is not int or pattern_of is None:
+        what = setting if type(rank) is not int else "rank_pattern"
+        words = f"{load.path}: ranks of its tensors, because {what} of adapter_config.json is not plain"
+        return LoadVerdict(unchecked=(words,))
+    targets = _texts(config.get("target_modules"))
+    wrong: dict[str, tuple[int, int]] = {}
+    for parameter in parameters:
+        dimension = dimensions.get(parameter.name)
+        if dimension is None or len(parameter.shape) <= dimension:
+            continue
+        # Of a convolution with groups lora_B has fewer columns, LoHa turns a matrix, and blocks divide the rank.
+        if (len(parameter.shape) > 2 and parameter.name != "lora_A") or (
+            dimension and config.get("use_bdlora")
+        ):
+            continue
+        # The experts of a layer share one matrix, so that its rank is a multiple. Their modules are no target modules.
+        module = parameter.module
+        is_of_experts = bool(config.get("target_parameters")) and not any(
+            _is_at(module, each) for each in targets
+        )
+        if is_of_experts or len(module) > _MAX_KEY:
+            continue
+        expected = (patterns or {}).get(pattern_of(module), rank)
+        if type(expected) is int and parameter.shape[dimension] != expected:
+            wrong.setdefault(module, (parameter.shape[dimension], expected))
+    if not wrong:
+        return LoadVerdict()
+    module, (has, expected) = next(iter(wrong.items()))
+    return LoadVerdict(
+        findings=(
+            MismatchedAdapter(
+                path=load.path, modules=len(wrong), module=module, rank=has, expected=expected,
+                setting=setting if expected == rank else "rank_pattern",
+            ),
+        )
+    )  # fmt: skip
+
+
+def _texts(value: object) -> list[str]:
+    """Return the texts of a list in a config, none for anything else."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _matcher(patterns: Mapping[str, object] | None) -> Callable[[str], str] | None:
+    """Return what finds the pattern for a module, as ``get_pattern_key`` of PEFT does; None where one is too complex.
+
+    A pattern is a regular expression of the user: two repetitions in one can take years for a key.
+    """
+    compiled: dict[str, re.Pattern[str]] = {}
+    for pattern in patterns or {}:
+        if len(pattern) > _MAX_KEY or sum(map(pattern.count, "*+?{")) > 1:
+            return None
+        try:
+            compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
+        except re.error:
+            return None
+    return lambda module: next((key for key, regex in compiled.items() if regex.match(module)), module)
+
+
+def _zeros(load: Load, kind: str, parameters: Iterable[_Parameter]) -> Iterator[Finding]:
+    """Yield the finding about an adapter whose matrices are as PEFT made them."""
+    starting = [one for one in parameters if one.name in _ZERO_AT_START.get(kind, ())]
+    is_sampled = False
+    for parameter in starting:
+        data = load.sample(parameter.key, load.size)
+        if data is None or data.strip(b"\0"):
+            return
+        offsets = load.tensors[parameter.key].data_offsets
+        is_sampled = is_sampled or (offsets is not None and len(data) < offsets[1] - offsets[0])
+    if starting:
+        yield (UntrainedAdapter if load.steps > _STEPS else NewAdapter)(
+            path=load.path,
+            parameter=series(sorted({parameter.name for parameter in starting})),
+            modules=len({parameter.module for parameter in starting}),
+            steps=load.steps,
+            sampled=is_sampled,
+        )

@@ -1,12 +1,21 @@
 """The verdict of a rule about a load."""
 
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.diagnosis.findings.base import Finding
 
 
 class LoadVerdict(NamedTuple):
-    """The findings about one load, and in words what was not checked."""
+    """The findings about one load, and in words what was not checked.
+
+    ``explained``: (class, file) of findings about a file alone that are a part of these.
+    """
 
     findings: tuple[Finding, ...] = ()
     unchecked: tuple[str, ...] = ()
+    explained: frozenset[tuple[type[Finding], PurePosixPath]] = frozenset()
+
+    def explains(self, finding: Finding) -> bool:
+        """Return whether a finding about a file alone is a part of what the load shows."""
+        return any((kind, finding.path) in self.explained for kind in type(finding).__mro__)

@@ -1,0 +1,240 @@
+"""Findings about what a loader makes of a folder: tensors that it leaves out, configs that contradict the tensors.
+
+A kind without fields of its own is a plain class, because making a dataclass takes 0.3 ms of the start of ``check``.
+"""
+
+from typing import ClassVar
+
+from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.wording import count_of, list_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadAdapter(Finding):
+    """An adapter with keys that PEFT does not look for: it loads without them, and warns at most.
+
+    ``tensors``: those that stay unused, ``total``: all of the file. ``key``: one that the file has, ``expected``: the
+    same as PEFT looks for it. ``remove``, ``insert``: the segments before the keys, as they are and as they should be.
+    ``names``: the names of adapters in the keys.
+    """
+
+    code = "dead-adapter"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the keys of a PEFT adapter begin with a wrapper (`_orig_mod.`, `module.`) or have the adapter's name in them: "
+        "PEFT loads none of these tensors, and the model answers as its base does"
+    )
+
+    tensors: int
+    total: int
+    key: str
+    expected: str
+    remove: tuple[str, ...] = ()
+    insert: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    effect: ClassVar[str] = "PEFT leaves {tensors} unused"
+
+    def __str__(self) -> str:
+        tensors = f"{self.tensors} of {count_of(self.total, 'tensor')}"
+        return (
+            f"{self.path}: {self.effect.format(tensors=tensors)} (expected keys like {self.expected!r}, found "
+            f"{self.key!r})"
+        )
+
+    def key_map(self, adapter: str) -> KeyMap:
+        """Return the map to the keys that PEFT looks for. ``adapter``: the name to take out of them, "" for none."""
+        return KeyMap(remove=self.remove, insert=self.insert, adapter=adapter)
+
+
+class NamedAdapter(DeadAdapter):
+    """An adapter with the name ``default`` in its keys, which PEFT 0.21 loads by luck: it looks for that name."""
+
+    __slots__ = ()
+
+    severity = Severity.WARNING
+    effect = "PEFT before 0.21 and transformers leave {tensors} unused"
+
+
+class SeveralAdapters(DeadAdapter):
+    """The tensors of several adapters in one file, each with the name of its adapter."""
+
+    __slots__ = ()
+
+    action = Action.ASK
+    option = "--adapter NAME"
+
+    @property
+    def advice(self) -> str:
+        """Advice to name the adapter that the file is for."""
+        return (
+            f"the file has the adapters {list_names(self.names)}, and PEFT loads one from a file: "
+            "ckptfix repair DIR --adapter NAME"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubtfulAdapter(DeadAdapter):
+    """Keys that PEFT does not look for, where something else than PEFT may load them. ``reason``: what that is."""
+
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--allow dead-adapter"
+    reason: str
+
+    @property
+    def advice(self) -> str:
+        """Advice to rename the keys if PEFT is to load them."""
+        return f"{self.reason}; if PEFT is to load the adapter: ckptfix repair DIR --allow dead-adapter"
+
+
+class ForeignAdapter(DoubtfulAdapter):
+    """Keys that transformers loads and PEFT does not."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+    effect = "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers loads them"
+
+
+class UnusedAdapter(DeadAdapter):
+    """Tensors of another adapter next to those that PEFT loads."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+    action = Action.TELL
+
+    @property
+    def advice(self) -> str:
+        """Advice about the adapter that stays unused."""
+        return (
+            f"PEFT loads the tensors without a name in their keys; if {list_names(self.names)} is the right adapter, "
+            "take a file that holds it alone"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteAdapter(Finding):
+    """An adapter that lacks tensors. ``lacks``: what is missing, in words. ``effect``: of a load, ``remedy``: the next
+    step.
+    """
+
+    code = "incomplete-adapter"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, or nothing for a "
+        "module that its config lists: PEFT fails, or trains and answers without what is missing"
+    )
+
+    lacks: str
+    effect: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.lacks}; {self.effect}"
+
+    @property
+    def advice(self) -> str:
+        """The next step."""
+        return self.remedy
+
+
+class DoubtfulParts(IncompleteAdapter):
+    """An adapter that may lack tensors: only the base model shows that."""
+
+    __slots__ = ()
+
+    severity = Severity.WARNING
+
+
+class UnneededParts(IncompleteAdapter):
+    """Missing tensors that a healthy run leaves out: the base has no such module, or DeepSpeed has the weights."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedAdapter(Finding):
+    """An adapter whose tensors have another rank than its config says. ``module``: the first of ``modules``."""
+
+    code = "mismatched-adapter"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "the rank in `adapter_config.json` is not that of the tensors: PEFT fails with `size mismatch`"
+
+    modules: int
+    module: str
+    rank: int
+    expected: int
+    setting: str = "r"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: rank {self.rank} in {count_of(self.modules, 'module')}, such as {self.module} (expected "
+            f"{self.expected}, as {self.setting} of adapter_config.json says); PEFT fails with 'size mismatch'"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring config and weights of one save together."""
+        return (
+            "config and weights are of two runs: copy both again from one save, or write the rank of the tensors into "
+            "adapter_config.json (r, or rank_pattern for single modules)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntrainedAdapter(Finding):
+    """An adapter whose matrices are as PEFT made them: it changes nothing. ``steps``: of the optimizer.
+
+    ``sampled``: the first bytes of each tensor were read.
+    """
+
+    code = "untrained-adapter"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "every `lora_B` of an adapter is zero, as before the first step: the adapter changes nothing. A note where no "
+        "counter next to it shows that it was trained"
+    )
+
+    parameter: str
+    modules: int
+    steps: int
+    sampled: bool
+
+    def __str__(self) -> str:
+        read = " in its first bytes" if self.sampled else ""
+        after = f" after {count_of(self.steps, 'step')}" if self.steps else ""
+        return (
+            f"{self.path}: every {self.parameter} is zero{read}{after} ({count_of(self.modules, 'module')}); the model "
+            "answers as its base does"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to find out why the adapter was not trained."""
+        return (
+            "the optimizer trains other parameters, or the adapter was saved from another model object: print "
+            "model.print_trainable_parameters() and the gradient of one lora_B after a step, then train again"
+        )
+
+
+class NewAdapter(UntrainedAdapter):
+    """The same without a counter that shows a step."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice for an adapter that should be trained."""
+        return "right for an adapter before its first steps; if it was trained, it was saved from another model object"

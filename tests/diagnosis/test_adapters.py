@@ -1,0 +1,391 @@
+"""Adapters of PEFT against the load: what PEFT brings to life of each damaged one, and healthy ones of every kind."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckptfix import check
+from ckptfix.cli import run
+from tests.tiny_adapters import (
+    CONFIG,
+    NAME,
+    Tensors,
+    bert,
+    convolutions,
+    gpt2,
+    live,
+    llama,
+    lora,
+    mixtral,
+    peft,
+    renamed,
+    saved,
+    t5,
+    tied_llama,
+    with_name,
+    write,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def verdict(folder: Path) -> list[tuple[str, str]]:
+    return [(finding.code, finding.severity.value) for finding in check(folder).findings]
+
+
+def without(*parts: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {
+        key: each for key, each in tensors.items() if not any(part in key for part in parts)
+    }
+
+
+def narrowed(tensors: Tensors) -> Tensors:
+    return {key: each[:2] if "lora_A" in key else each[:, :2] for key, each in tensors.items()}
+
+
+def empty_tensors(tensors: Tensors) -> Tensors:
+    return {key: torch.zeros(0) for key in tensors}
+
+
+def in_first_layer(change: Callable[[str], str]) -> Callable[[Tensors], Tensors]:
+    return renamed(lambda key: change(key) if ".layers.0." in key else key)
+
+
+def behind(prefix: str) -> Callable[[Tensors], Tensors]:
+    return renamed(lambda key: prefix + key)
+
+
+def bare(tensors: Tensors) -> Tensors:
+    return {key.removeprefix("base_model.model."): each for key, each in tensors.items()}
+
+
+def several(tensors: Tensors) -> Tensors:
+    return {with_name(name)(key): each for key, each in tensors.items() for name in ("draft", "main")}
+
+
+def and_another(tensors: Tensors) -> Tensors:
+    return {**tensors, **renamed(with_name("main"))(tensors)}
+
+
+DEAD = ("dead-adapter", "error")
+INCOMPLETE = ("incomplete-adapter", "error")
+
+DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str, tuple[str, str]]] = {
+    "behind _orig_mod": (behind("_orig_mod."), "0 of 8", DEAD),
+    "behind module": (behind("module."), "0 of 8", DEAD),
+    "behind both": (behind("_orig_mod.module."), "0 of 8", DEAD),
+    "behind module twice": (behind("module.module."), "0 of 8", DEAD),
+    "in part behind module": (in_first_layer(lambda key: f"module.{key}"), "4 of 8", DEAD),
+    "with a name": (renamed(with_name("default_0")), "0 of 8", DEAD),
+    "with a name behind module": (renamed(lambda key: f"module.{with_name('x')(key)}"), "0 of 8", DEAD),
+    "with two names": (several, "0 of 8", DEAD),
+    # PEFT before 0.21 and transformers load none of these.
+    "with the name default": (renamed(with_name("default")), "8 of 8", ("dead-adapter", "warning")),
+    "in part with a name": (in_first_layer(with_name("x")), "4 of 8", ("dead-adapter", "warning")),
+    "next to another adapter": (and_another, "8 of 8", ("dead-adapter", "note")),
+    # transformers loads both, and a script that adapts an adapted model the second.
+    "without the prefix": (bare, "0 of 8", ("dead-adapter", "note")),
+    "with the prefix twice": (behind("base_model.model."), "0 of 8", ("dead-adapter", "note")),
+    "empty": (lambda tensors: {}, "0 of 8", INCOMPLETE),
+    "of ZeRO-3": (empty_tensors, "RuntimeError", INCOMPLETE),
+    "of another rank": (narrowed, "RuntimeError", ("mismatched-adapter", "error")),
+    "without B": (without("lora_B"), "4 of 8", INCOMPLETE),
+    "without A": (without("lora_A"), "4 of 8", INCOMPLETE),
+    "without one B": (without("0.self_attn.q_proj.lora_B"), "7 of 8", INCOMPLETE),
+    # A base without this module is as healthy.
+    "without a target": (without("v_proj"), "4 of 8", ("incomplete-adapter", "note")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_adapter(name: str, tmp_path: Path) -> None:
+    damage, expected, finding = DAMAGES[name]
+    tensors = lora(tmp_path)
+    write(tmp_path, damage(tensors))
+    assert live(tmp_path, tensors) == expected
+    assert verdict(tmp_path) == [finding]
+    assert run(["check", str(tmp_path)]) == (finding[1] != "note")
+
+
+@pytest.mark.parametrize("name", ["behind _orig_mod", "with a name", "of another rank", "without B"])
+def test_a_damaged_adapter_in_a_file_of_torch(name: str, tmp_path: Path) -> None:
+    damage, expected, finding = DAMAGES[name]
+    tensors = lora(tmp_path)
+    (tmp_path / NAME).unlink()
+    torch.save({key: each.clone() for key, each in damage(tensors).items()}, tmp_path / "adapter_model.bin")
+    assert live(tmp_path, tensors) == expected
+    assert verdict(tmp_path) == [finding]
+
+
+TWO = ["q_proj", "v_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
+    "LoRA": (llama, partial(peft.LoraConfig, target_modules=TWO)),
+    "DoRA": (llama, partial(peft.LoraConfig, target_modules=TWO, use_dora=True)),
+    "rsLoRA": (llama, partial(peft.LoraConfig, target_modules=TWO, use_rslora=True)),
+    "biases": (llama, partial(peft.LoraConfig, target_modules=TWO, lora_bias=True)),
+    "embeddings": (llama, partial(peft.LoraConfig, target_modules=["embed_tokens", "q_proj"], use_dora=True)),
+    "ranks": (
+        llama,
+        partial(peft.LoraConfig, target_modules=TWO, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 4}),
+    ),
+    "ranks by a regex": (
+        llama,
+        partial(
+            peft.LoraConfig, target_modules=TWO, rank_pattern={r"^model\.layers\.\d+\.self_attn\.q_proj": 2}
+        ),
+    ),
+    "ranks by two repetitions": (
+        llama,
+        partial(peft.LoraConfig, target_modules=TWO, rank_pattern={r".*(0|1)\..*q_proj": 2}),
+    ),
+    "Conv1D": (gpt2, partial(peft.LoraConfig, target_modules=["c_attn"], fan_in_fan_out=True)),
+    "a regex": (llama, partial(peft.LoraConfig, target_modules=r".*\.q_proj")),
+    "all-linear": (llama, partial(peft.LoraConfig, target_modules="all-linear")),
+    "one layer": (llama, partial(peft.LoraConfig, target_modules=TWO, layers_to_transform=[1])),
+    "an excluded module": (llama, partial(peft.LoraConfig, target_modules=TWO, exclude_modules=["v_proj"])),
+    "heads": (
+        llama,
+        partial(peft.LoraConfig, target_modules=TWO, modules_to_save=["lm_head", "embed_tokens"]),
+    ),
+    "tied heads": (
+        tied_llama,
+        partial(peft.LoraConfig, target_modules=TWO, modules_to_save=["lm_head", "embed_tokens"]),
+    ),
+    "one tied head": (
+        tied_llama,
+        partial(
+            peft.LoraConfig, target_modules=TWO, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+        ),
+    ),
+    "one of two classifiers": (bert, partial(peft.LoraConfig, target_modules=["query"], task_type="SEQ_CLS")),
+    "biases of the model": (bert, partial(peft.LoraConfig, target_modules=["query"], bias="all")),
+    "tokens": (llama, partial(peft.LoraConfig, target_modules=TWO, trainable_token_indices=[0, 1])),
+    "experts": (mixtral, partial(peft.LoraConfig, target_modules=["q_proj"], target_parameters=EXPERTS)),
+    "experts alone": (mixtral, partial(peft.LoraConfig, target_modules=[], target_parameters=EXPERTS[1:])),
+    "experts by old names": (mixtral, partial(peft.LoraConfig, target_modules=["w1", "w2", "w3", "q_proj"])),
+    "convolutions": (convolutions, partial(peft.LoraConfig, r=4, target_modules=["plain"])),
+    "a convolution in groups": (convolutions, partial(peft.LoraConfig, r=4, target_modules=["groups"])),
+    "attention of torch": (convolutions, partial(peft.LoraConfig, r=4, target_modules=["attention"])),
+    "PiSSA": (llama, partial(peft.LoraConfig, target_modules=TWO, init_lora_weights="pissa")),
+    "replicated layers": (
+        llama,
+        partial(peft.LoraConfig, target_modules=TWO, layer_replication=[(0, 2), (1, 2)]),
+    ),
+    "LoHa": (llama, partial(peft.LoHaConfig, r=4, target_modules=TWO, rank_pattern={"q_proj": 2})),
+    "LoHa of a convolution": (
+        convolutions,
+        partial(peft.LoHaConfig, r=2, target_modules=["plain"], use_effective_conv2d=True),
+    ),
+    "LoKr": (llama, partial(peft.LoKrConfig, r=1, target_modules=TWO, decompose_both=True)),
+    "IA3": (
+        llama,
+        partial(peft.IA3Config, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ),
+    "AdaLoRA": (llama, partial(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=100, target_modules=TWO)),
+    "VeRA": (llama, partial(peft.VeraConfig, r=4, target_modules=TWO)),
+    "VeRA without projections": (
+        llama,
+        partial(peft.VeraConfig, r=4, target_modules=TWO, save_projection=False),
+    ),
+    "prompts": (llama, partial(peft.PromptTuningConfig, num_virtual_tokens=3, task_type="CAUSAL_LM")),
+    "prompts of two models": (
+        t5,
+        partial(peft.PromptTuningConfig, num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
+    ),
+    "prefixes": (llama, partial(peft.PrefixTuningConfig, num_virtual_tokens=3, task_type="CAUSAL_LM")),
+    "an encoder of prompts": (
+        llama,
+        partial(peft.PromptEncoderConfig, num_virtual_tokens=3, task_type="CAUSAL_LM", encoder_hidden_size=8),
+    ),
+    "another type": (llama, partial(peft.OFTConfig, oft_block_size=4, target_modules=TWO)),
+    "another type of vectors": (
+        llama,
+        partial(peft.VBLoRAConfig, r=4, vector_length=4, num_vectors=8, target_modules=TWO),
+    ),
+    "another type of prompts": (
+        llama,
+        partial(
+            peft.CPTConfig, cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1], task_type="CAUSAL_LM"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_adapter(name: str, tmp_path: Path) -> None:
+    base, config = HEALTHY[name]
+    tensors = saved(tmp_path, config(), base)
+    assert live(tmp_path, tensors, base) == f"{len(tensors)} of {len(tensors)}"
+    assert verdict(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["LoRA", "embeddings", "LoHa", "LoKr", "AdaLoRA", "VeRA", "experts", "IA3", "PiSSA"]
+)
+def test_an_adapter_before_its_first_step(name: str, tmp_path: Path) -> None:
+    base, config = HEALTHY[name]
+    saved(tmp_path, config(), base, trained=False)
+    assert verdict(tmp_path) == ([] if name in ("IA3", "PiSSA") else [("untrained-adapter", "note")])
+
+
+def test_an_adapter_after_its_budget_was_allocated(tmp_path: Path) -> None:
+    """AdaLoRA then has fewer rows than init_r, and matrices without a row."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "tinit": 0,
+        "tfinal": 1,
+        "deltaT": 1,
+        "total_step": 3,
+        "beta1": 0.5,
+        "beta2": 0.5,
+    }
+    config = peft.AdaLoraConfig(init_r=4, target_r=1, target_modules=TWO, task_type="CAUSAL_LM", **settings)
+    model = peft.get_peft_model(llama(), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        tokens = torch.randint(0, 8, (2, 4))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+    model.save_pretrained(str(tmp_path))
+    ranks = {each.shape[0] for key, each in load_file(tmp_path / NAME).items() if "lora_A" in key}
+    assert ranks != {4}
+    assert verdict(tmp_path) == []
+
+
+def test_an_adapter_with_the_name_of_its_parameters(tmp_path: Path) -> None:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=TWO), adapter_name="lora")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(str(tmp_path))
+    assert verdict(tmp_path / "lora") == []
+
+
+def test_several_adapters_below_one_folder(tmp_path: Path) -> None:
+    for name in ("draft", "main"):
+        lora(tmp_path / name)
+        assert verdict(tmp_path / name) == []
+    assert run(["check", "-r", str(tmp_path)]) == 0
+
+
+def test_a_module_of_modules_to_save_was_lost(tmp_path: Path) -> None:
+    tensors = lora(tmp_path, modules_to_save=["lm_head"])
+    write(tmp_path, without("lm_head")(tensors))
+    assert live(tmp_path, tensors) == "KeyError"
+    assert verdict(tmp_path) == [("incomplete-adapter", "warning")]
+
+
+def test_modules_that_only_other_models_have(tmp_path: Path) -> None:
+    """PEFT takes lists for several models: such a folder is healthy."""
+    tensors = lora(tmp_path, target_modules=["q_proj", "c_attn"], modules_to_save=["lm_head", "embed_out"])
+    assert live(tmp_path, tensors) == f"{len(tensors)} of {len(tensors)}"
+    assert verdict(tmp_path) == [("incomplete-adapter", "note"), ("incomplete-adapter", "note")]
+
+
+@pytest.mark.parametrize("key", ["prompt_embeddings", "module.prompt_embeddings"])
+def test_prompts_under_another_key_or_of_another_number(key: str, tmp_path: Path) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    tensors = saved(tmp_path, config)
+    wrapped = key != "prompt_embeddings"
+    (prompts,) = tensors.values()
+    write(tmp_path, {key: prompts if wrapped else prompts[:2]})
+    assert live(tmp_path, tensors) == ("KeyError" if wrapped else "RuntimeError")
+    assert verdict(tmp_path) == [DEAD if wrapped else ("mismatched-adapter", "error")]
+
+
+def zeroed(root: Path, steps: int | None) -> None:
+    tensors = lora(root)
+    write(root, {key: torch.zeros_like(each) if "lora_B" in key else each for key, each in tensors.items()})
+    if steps is not None:
+        state = {"epoch": 1.0, "global_step": steps, "max_steps": 500, "log_history": []}
+        (root / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(None, "note"), (1, "note"), (16, "note"), (400, "warning")])
+def test_every_lora_b_is_zero(steps: int | None, severity: str, tmp_path: Path) -> None:
+    """A warm-up begins at a learning rate of 0, and fp16 skips its first steps."""
+    zeroed(tmp_path, steps)
+    assert [pair for pair in verdict(tmp_path) if pair[0] == "untrained-adapter"] == [
+        ("untrained-adapter", severity)
+    ]
+
+
+def test_one_lora_b_is_not_zero(tmp_path: Path) -> None:
+    tensors = lora(tmp_path)
+    last = [key for key in tensors if "lora_B" in key][-1]
+    write(
+        tmp_path,
+        {
+            key: torch.zeros_like(each) if "lora_B" in key and key != last else each
+            for key, each in tensors.items()
+        },
+    )
+    assert verdict(tmp_path) == []
+
+
+def test_a_number_behind_the_first_page(tmp_path: Path) -> None:
+    key = "base_model.model.q_proj.lora_"
+    matrix = torch.zeros(2048, 4)
+    matrix[-1, -1] = 1.0
+    write(tmp_path, {f"{key}A.weight": torch.ones(4, 8), f"{key}B.weight": matrix})
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}))
+    (finding,) = check(tmp_path).findings
+    assert "in its first bytes" in str(finding)
+    assert check(tmp_path, data=True).findings == ()
+
+
+@pytest.mark.parametrize("place", ["global_step5", "pytorch_model"])
+@pytest.mark.parametrize("damage", ["empty", "of ZeRO-3"])
+def test_the_weights_are_in_a_folder_of_deepspeed(place: str, damage: str, tmp_path: Path) -> None:
+    tensors = lora(tmp_path)
+    write(tmp_path, DAMAGES[damage][0](tensors))
+    (tmp_path / place).mkdir()
+    for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"module": {}}, tmp_path / place / name)
+    (tmp_path / "latest").write_text(place)
+    finding = next(each for each in check(tmp_path).findings if each.code == "incomplete-adapter")
+    # The run is healthy: a resume with DeepSpeed reads its folder.
+    assert (finding.severity.value, finding.stops_resume) == ("note", False)
+    assert f"{place}/" in str(finding)
+    assert "zero_to_fp32.py" in finding.advice
+
+
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "a rank as text": ({"r": "4"}, "r of adapter_config.json is not plain"),
+    "a rank of lists": ({"rank_pattern": [1, 2]}, "rank_pattern of adapter_config.json is not plain"),
+    "a rank of a text": ({"rank_pattern": {"q_proj": "4"}}, ""),
+    "a regex that is none": ({"rank_pattern": {"(": 4}}, "rank_pattern of adapter_config.json is not plain"),
+    "a regex of years": ({"rank_pattern": {"(.+)+x": 4}}, "rank_pattern of adapter_config.json is not plain"),
+    "targets of numbers": ({"target_modules": [1, None]}, ""),
+    "targets of an object": ({"target_modules": {"q_proj": 1}}, "only the base model shows"),
+    "heads of numbers": ({"modules_to_save": [3]}, ""),
+    "a type nobody knows": ({"peft_type": "TELEPATHY"}, "of an adapter of type TELEPATHY"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_config_is_not_judged(name: str, tmp_path: Path) -> None:
+    changes, unchecked = ODD[name]
+    lora(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | changes))
+    report = check(tmp_path)
+    assert report.findings == ()
+    assert any(unchecked in words for words in report.not_checked)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "null", '{"r": 4}', '{"peft_type": 1}'])
+def test_a_config_that_is_none(content: str, tmp_path: Path) -> None:
+    lora(tmp_path)
+    (tmp_path / CONFIG).write_text(content)
+    assert {finding.code for finding in check(tmp_path).findings} <= {"incomplete-checkpoint"}
