@@ -10,8 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
+from ckptfix.checkpoint.downloads import HalfDownload, half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
+from ckptfix.checkpoint.filenames import NOT_STATES, OF_ONE_RANK, Role, family_of, parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
@@ -26,6 +27,7 @@ from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
+    HalfDownloaded,
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
@@ -33,6 +35,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     NestedCheckpoint,
     Salvaged,
+    SpareDownload,
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
@@ -47,7 +50,7 @@ from ckptfix.reports import Serialized, items
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
-from ckptfix.storage.reading import origin_of, sparing, unheld_below
+from ckptfix.storage.reading import names_in, origin_of, sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -295,8 +298,14 @@ def _checked(
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan() if scan is not None else scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
+        halves = tuple(half_downloads(target.root)) if target.only is None else ()
         bare = judge_bare(folder, partial(resume_problem, siblings=siblings)) if not pending else None
-        if bare is None and not pending and not (target.only is None and lists_models(target.root)):
+        if (
+            bare is None
+            and not pending
+            and not halves
+            and not (target.only is None and lists_models(target.root))
+        ):
             if (inner := nested_checkpoint(folder)) is not None:
                 report = check(inner, data=data, siblings=siblings, resumes=resumes, progress=progress)
                 misplaced = _nested(target.root, inner)
@@ -312,7 +321,8 @@ def _checked(
     # What every check leaves out of weights is no news of a folder that has none, and should have some.
     beside_the_point = (*(GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
     omitted = (words for words in diagnosis.not_checked if not words.startswith(beside_the_point))
-    findings = pending + lacking + diagnosis.findings + _staging_inside(target)
+    downloads = tuple(_half_downloaded(target.root, halves, below))
+    findings = pending + lacking + diagnosis.findings + downloads + _staging_inside(target)
     return CheckReport(
         path=target.path,
         folder=folder,
@@ -363,6 +373,41 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
         *surplus_objects(folder, neighbours),
         *(finding for finding in exchanged_loaders(folder, neighbours) if finding.path not in damaged),
     )
+
+
+_READ_WITH_WEIGHTS = (".json", ".txt", ".model", ".py", ".jinja")
+"""Suffixes of configs, tokenizers and code, which a load of complete weights needs."""
+
+
+def _half_downloaded(
+    root: Path, halves: Iterable[HalfDownload], below: Iterable[CheckReport]
+) -> Iterator[Finding]:
+    """Yield the findings about downloads that did not end, but for those in folders with a report of their own."""
+    reported = [report.path for report in below]
+    for half in halves:
+        names = tuple(
+            name for name in half.names if not any((root / name).is_relative_to(path) for path in reported)
+        )
+        if half.names and not names:
+            continue
+        kind = SpareDownload if _is_spare(root, half) else HalfDownloaded
+        path = half.path if half.have is not None else PurePosixPath(names[0])
+        yield kind(path=path, names=names, have=half.have, again=half.again)
+
+
+def _is_spare(root: Path, half: HalfDownload) -> bool:
+    """Return whether nothing needs a half download, as the weights next to it are complete, as far as names tell."""
+    if half.have is None or any(name.endswith(_READ_WITH_WEIGHTS) for name in half.names):
+        return False
+    if not half.names:
+        return may_hold_weights(root)
+    folders = {(root / name).parent for name in half.names} if lists_models(root) else {root}
+    return all(any(map(_names_model, names_in(folder))) for folder in folders if folder.is_dir())
+
+
+def _names_model(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX
+from ckptfix.checkpoint.downloads import OF_THE_CLIENT
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, scan_folder
@@ -305,6 +306,8 @@ class Recorded:
 
     def unlisted(self, name: str) -> tuple[bool, str]:
         """Return whether a file that is not recorded is a difference, and the words for it."""
+        if name.startswith(f"{OF_THE_CLIENT}/"):
+            return False, "is a file of the hub's client, which no loader reads"
         return self.is_sealed or _changes_a_load(name), f"is not in {self.source}"
 
     def special(self, name: str, why: str) -> tuple[bool, str]:

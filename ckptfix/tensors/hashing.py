@@ -30,7 +30,7 @@ _STRETCH = 1 << 16
 
 
 class FileJob(NamedTuple):
-    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: of ``ALGORITHMS``, or CRC."""
+    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: of ``ALGORITHMS``, CRC or GIT."""
 
     path: Path
     size: int
@@ -52,6 +52,10 @@ ALGORITHMS = ("sha256", "blake2b", "blake3")
 
 CRC = "crc32"
 """The checksum in zip files, as an algorithm."""
+
+
+GIT = "git"
+"""The id that git gives a file, as an algorithm: a sha1 over its size and its bytes."""
 
 
 class Hashed(NamedTuple):
@@ -195,6 +199,8 @@ def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> H
     look = None
     if isinstance(job, FileJob):
         digest = new_digest(job.algorithm)
+        if job.algorithm == GIT:
+            digest.update(b"blob %d\0" % job.size)
         blocks = files.blocks((Piece(job.path, job.offset, job.size),), buffer)
     else:
         tensor = job.tensor
@@ -230,6 +236,8 @@ def new_digest(algorithm: str) -> Any:
     """Return a new hash object. Raises UsageError for blake3 where it is not installed."""
     if algorithm == CRC:
         return _Crc()
+    if algorithm == GIT:
+        return hashlib.sha1(usedforsecurity=False)
     if algorithm != "blake3":
         return hashlib.new(algorithm)
     try:

@@ -152,7 +152,8 @@ def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> 
 def _digests(have: Hashed | None, want: str) -> str:
     if "-" in want and have is not None:
         return _ranges(have.digest.split("-"), want.split("-"))
-    return f"sha256 {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
+    name = "sha256" if len(want) == 64 else "id of git"
+    return f"{name} {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
 
 
 def _ranges(have: list[str], want: list[str]) -> str:

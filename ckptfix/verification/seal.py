@@ -40,19 +40,21 @@ from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.verification.digests import compare
+from ckptfix.verification.download_digests import recorded_download, without_client
 from ckptfix.verification.signatures import Signing
-from ckptfix.verification.statements import statement_of_files, statement_of_tensors
+from ckptfix.verification.statements import statement_of_files, statement_of_tensors, uncovered_weights
 from ckptfix.verification.verify import (
     FileDigest,
     Structure,
     as_recorded,
     forbids_seal,
+    has_digests,
     hash_contents,
     recorded_schemes,
     settled,
     structure,
 )
-from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
+from ckptfix.verification.verify_report import Change, Downloaded, Item, Outcome, differing_lines
 from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 if TYPE_CHECKING:
@@ -69,12 +71,13 @@ class SealReceipt(Printable, Serialized):
     tensors got none, ``special``: what is not a file and got none, with the reason.
     ``transaction``: its number for ``undo``, in a folder with repairs that can be undone. ``statements``: the names of
     the statements that were written, ``signed_by``: who signed them, "" where nobody did; ``trust``: the options of
-    ``verify`` that name the signer.
+    ``verify`` that name the signer. ``hub``: the download that the files were compared with, and ``proven``: how many
+    are equal to it.
     """
 
     json_keys: ClassVar = (
         "path status written manifest files tensors ranges bytes=nbytes findings differing unreadable special "
-        "transaction statements signed_by"
+        "transaction statements signed_by hub? proven?"
     )
 
     path: Path
@@ -91,6 +94,8 @@ class SealReceipt(Printable, Serialized):
     statements: tuple[str, ...] = ()
     signed_by: str = ""
     trust: str = ""
+    hub: Downloaded | None = None
+    proven: int = 0
 
     @property
     def status(self) -> int:
@@ -105,7 +110,7 @@ class SealReceipt(Printable, Serialized):
             is_damaged = any(one.severity is Severity.ERROR for one in self.findings)
             what = "is damaged" if is_damaged else "is incomplete"
             if self.differing:
-                what = "differs from its manifest"
+                what = "differs from its manifest" if self.hub is None else f"differs from {self.hub.name}"
             yield line(f"{self.path} {what}: nothing was written", bold=True)
             yield line(f"next: {self._mend()}")
             force = command("seal", self.path, "", "--force")
@@ -115,6 +120,10 @@ class SealReceipt(Printable, Serialized):
         ranges = f", long files by {count_of(self.ranges, 'range')} of 1 GB" if self.ranges else ""
         size = human_size(self.nbytes)
         yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}{ranges}", bold=True)
+        if self.hub is not None:
+            yield line(
+                f"proven: {count_of(self.proven, 'file')} equal to {self.hub.name} by the hub's own digests"
+            )
         yield line(f"written: {', '.join((MANIFEST, *self.statements))}")
         if self.signed_by:
             yield line(f"signed by {self.signed_by}: {', '.join(self.statements)}")
@@ -169,7 +178,8 @@ def seal(
 
     Without ``force`` some folders are not sealed: where ``check`` finds an error, or misses a file without which
     ``load_state`` fails; where the save was cut short; where something that the manifest lists is gone or changed.
-    Added files are sealed. CRCs in files are compared, so that a flipped bit is not sealed as good. Where repairs can
+    Added files are sealed. A download from the Hugging Face hub is compared with the records of its client, whose own
+    files are left out. CRCs in files are compared, so that a flipped bit is not sealed as good. Where repairs can
     still be undone, the seal is a step that ``undo`` undoes before them.
 
     ``oms``: write statements as OpenSSF Model Signing v1.0 has them, too, of the files and of the tensors; ``sign``:
@@ -190,6 +200,8 @@ def seal(
     if target.only is not None:
         raise UsageError(f"{target.path} is a file; to seal its folder: {command('seal', target.root)}")
     contents = read_contents(target)
+    if not oms and sign is None:  # a statement lists every file, or its own tools refuse the folder
+        contents = without_client(contents)
     if (target.root / JOURNAL / UNFINISHED).exists() and not force:
         raise OperationError(
             f"{target.root} holds files of two saves: the last one was interrupted; next: save again, or, to "
@@ -213,8 +225,14 @@ def seal(
             recover(target.root)  # what a run left that was killed before it changed anything
         old = readable_manifest(target.root)
         recorded = Recorded(old, target)
+        hub = None
+        if not has_digests(old) and (old is None or not old.is_of_a_save):
+            hub = recorded_download(contents, target, uncovered_weights(contents))
+            recorded = hub or recorded
         known, wanted = recorded_schemes(contents, recorded), _schemes(contents, ranges=ranges)
-        also = dict.fromkeys(contents.files, WHOLE) if with_sha256 else {}
+        # What is hashed to compare it with the hub's sha256 anyway is written, too: the hub shows the same.
+        own = contents.files if with_sha256 else hub.sha256_names if hub is not None else ()
+        also = dict.fromkeys(own, WHOLE)
         tensors = tensors or bool(recorded.digests(contents.weights, ()))
         found = hash_contents(
             contents, known, wanted, also, records=shape.records, tensors=tensors, progress=progress
@@ -226,13 +244,15 @@ def seal(
         findings = _serious(settled(found, shape, contents, target, progress))
         if any(map(forbids_seal, findings)) and not force:
             return SealReceipt(path=target.path, written=False, findings=findings)
+        items = tuple(compare(contents, recorded, as_recorded(found, known)))
+        downloaded = None
+        if hub is not None:
+            items, downloaded, _ = hub.judged(items)
         differing = tuple(
-            item
-            for item in compare(contents, recorded, as_recorded(found, known))
-            if item.outcome is Outcome.DIFFER and item.change is not Change.EXTRA
+            item for item in items if item.outcome is Outcome.DIFFER and item.change is not Change.EXTRA
         )
         if differing and not force:
-            return SealReceipt(path=target.path, written=False, differing=differing)
+            return SealReceipt(path=target.path, written=False, differing=differing, hub=downloaded)
         hashed = contents if tensors else replace(contents, weights=())
         statements: dict[str, bytes] = {}
         if (oms or sign is not None) and teams.leads():
@@ -267,6 +287,8 @@ def seal(
         statements=tuple(statements),
         signed_by=sign.by if sign is not None else "",
         trust=sign.trust if sign is not None else "",
+        hub=downloaded,
+        proven=sum(item.outcome is Outcome.MATCH for item in items) if downloaded is not None else 0,
     )
 
 

@@ -16,7 +16,12 @@ from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
-from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, InterruptedSave, StagingFolder
+from ckptfix.diagnosis.findings.incomplete import (
+    IncompleteCheckpoint,
+    InterruptedSave,
+    SpareDownload,
+    StagingFolder,
+)
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.errors import CkptfixError, UsageError
@@ -30,6 +35,7 @@ from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
 from ckptfix.verification.attested import Attested, Evidence, gather, own_folders, with_own_files
 from ckptfix.verification.digests import compare
+from ckptfix.verification.download_digests import RecordedByHub, recorded_download
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
 from ckptfix.verification.statements import uncovered_weights
@@ -63,7 +69,8 @@ def verify(
 
     ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model Signing has them, instead
     of the manifest; ``statements``: with statements whoever wrote them; ``sha256sums``: with lists of ``sha256sum``.
-    Where the manifest has no digests, a list that is called SHA256SUMS is found in the folder or next to it.
+    Where the manifest has no digests, a list that is called SHA256SUMS is found in the folder or next to it. Without
+    such a list, a folder that was downloaded from the Hugging Face hub is compared with what its client recorded.
 
     Raises UsageError when there is no checkpoint, or for a key that is none, OperationError when a manifest or a
     statement cannot be understood or a file changed meanwhile, OSError when a folder cannot be read. What cannot be
@@ -75,13 +82,15 @@ def verify(
     contents = read_contents(target)
     is_attested = bool(signatures or statements or sha256sums or trust)
     manifest = None if against is not None or is_attested else readable_manifest(target.root)
-    if not is_attested and against is None and not _has_digests(manifest):
-        weights = {str(path) for one in contents.weights for path in one.files} | {
-            *uncovered_weights(contents)
-        }
+    hub: RecordedByHub | None = None
+    if not is_attested and against is None and not has_digests(manifest):
+        uncovered = uncovered_weights(contents)
+        weights = {str(path) for one in contents.weights for path in one.files} | {*uncovered}
         found = find_sums(target.root, weights or contents.files)
         sha256sums = [] if found is None else [found]
         is_attested = bool(sha256sums)
+        if found is None and (manifest is None or not manifest.is_of_a_save):
+            hub = recorded_download(contents, target, uncovered)
     evidence = gather(
         target, signatures=signatures, statements=statements, sha256sums=sha256sums, trust=trust
     )
@@ -90,14 +99,15 @@ def verify(
             path=target.path, nbytes=contents.nbytes, findings=(), items=(), no_digest=evidence.problems,
             statements=evidence.attestations,
         )  # fmt: skip
-    contents = with_own_files(contents, evidence)
-    recorded = Attested(evidence, contents, target) if is_attested else Recorded(manifest, target)
+    contents = with_own_files(contents, evidence) if hub is None else hub.contents
+    recorded = Attested(evidence, contents, target) if is_attested else hub or Recorded(manifest, target)
     try:
         shape = structure(contents, target, data=data, leaves_records=against is None, progress=progress)
     except UsageError:
         if not (recorded.sha256 or recorded.sizes or is_attested):
             raise
         shape = Structure((), (), ())  # what it lists is missing, each file is named
+    downloaded, saved_over = None, ""
     if against is not None:
         from ckptfix.verification.against import compare_with  # it compares numbers, which takes numpy
 
@@ -111,13 +121,16 @@ def verify(
         if isinstance(recorded, Attested):
             recorded.place(done)
         # Without a statement of tensors, they are parts of files that are compared, and have no verdict of their own.
-        is_of_files = is_attested and evidence.tensors is None
+        is_of_files = hub is not None or (is_attested and evidence.tensors is None)
         compared = replace(contents, weights=(), unreadable={}) if is_of_files else contents
         items, hashed = tuple(compare(compared, recorded, done)), done
         lost = tuple(_lost(compared, recorded, data=data))
         told, crossed = evidence.not_checked, ""
         if not is_attested:
             told = (*told, *_unverified_signatures(target))
+        if hub is not None:
+            items, downloaded, saved_over = hub.judged(items)
+            told = (*told, *hub.not_checked())
         if isinstance(recorded, Attested):
             items, crossed = (*items, *recorded.added), recorded.crossed
             told = (*told, *_own_folders(contents, evidence))
@@ -143,17 +156,21 @@ def verify(
         statements=evidence.attestations,
         again=evidence.command(target),
         notes=tuple(recorded.notes) if isinstance(recorded, Attested) else (),
+        hub=downloaded,
     )
     if report.is_compared or against is not None:
         return report
     if is_attested:
         sources = series([str(one.path) for one in evidence.attestations])
         return replace(report, no_digest=f"{sources} lists nothing that is here")
+    if saved_over:
+        return replace(report, no_digest=f"{saved_over}{_to_seal(target, report)}")
     why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
     return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
 
 
-def _has_digests(manifest: Manifest | None) -> bool:
+def has_digests(manifest: Manifest | None) -> bool:
+    """Return whether a manifest has a digest of any file or tensor."""
     return manifest is not None and bool(manifest.digests or any(entry.digests for entry in manifest.models))
 
 
@@ -214,7 +231,8 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
 def forbids_seal(finding: Finding) -> bool:
     """Return whether a folder with this should not be sealed: an error, a cut save, or a file that a load needs."""
     is_incomplete = isinstance(finding, IncompleteCheckpoint) and finding.resume is not Resume.SUCCEEDS
-    return is_incomplete or finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
+    is_cut = isinstance(finding, InterruptedSave) and not isinstance(finding, SpareDownload)
+    return is_incomplete or is_cut or finding.severity is Severity.ERROR
 
 
 class Structure(NamedTuple):

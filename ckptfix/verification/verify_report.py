@@ -15,7 +15,17 @@ from ckptfix.diagnosis.values import ADVICE, ValueFinding
 from ckptfix.reports import Serialized
 from ckptfix.storage.paths import SIGNED, command
 from ckptfix.verification.signatures import Attestation
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
+from ckptfix.wording import (
+    Line,
+    Printable,
+    count_of,
+    few,
+    human_size,
+    line,
+    list_names,
+    series,
+    unchecked_line,
+)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -25,6 +35,7 @@ class Outcome(Enum):
 
     MATCH = "match"
     DIFFER = "differ"
+    EDITED = "edited"  # a text that users edit is not the one that was downloaded; no damage
     NOT_CHECKED = "not checked"
 
 
@@ -189,6 +200,53 @@ def file_item(name: str, outcome: Outcome, change: Change | None, text: str) -> 
     return Item(Kind.FILE, name, name, outcome, change, text)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Downloaded(Serialized):
+    """The download that a folder was compared with. ``repo``: "" where its name is not recorded.
+
+    ``revisions``: commit -> number of files that were compared with it. ``unvouched``: files without a digest.
+    ``gone``: files that were downloaded and are not there. ``again``: the commands that download what differs.
+    ``lost_weights``: why no file of weights is that of the download, "" where one is. ``seal``: the command that
+    records the folder as it is.
+    """
+
+    json_keys: ClassVar = "repo type=kind revisions unvouched gone next=again"
+
+    repo: str
+    kind: str
+    revisions: Mapping[str, int]
+    unvouched: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    lost_weights: str = ""
+    seal: str = ""
+
+    @property
+    def name(self) -> str:
+        """The revisions and the repository in words."""
+        commits = [*self.revisions]
+        more = [count_of(len(commits) - 3, "more")] if len(commits) > 3 else []
+        revisions = (
+            f"revision {commits[0]}" if len(commits) == 1 else f"revisions {series([*commits[:3], *more])}"
+        )
+        return f"{revisions} of {self.repo}" if self.repo else revisions
+
+    @property
+    def line(self) -> Line:
+        """What was compared with what."""
+        files = count_of(sum(self.revisions.values()), "file")
+        return line(f"compared with what the hub's client recorded: {files} of {self.name}")
+
+    def advice(self) -> Iterator[Line]:
+        """Yield what to do where a file differs."""
+        if self.lost_weights:
+            yield line(self.lost_weights)
+        for again in self.again:
+            unknown = " (REPO: the repository, whose name is not recorded)" if not self.repo else ""
+            yield line(f"next, to download what differs again: {again}{unknown}")
+        yield line(f"or, where you changed it on purpose: {self.seal}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class VerifyReport(Printable, Serialized):
     """Report of ``verify``.
@@ -199,11 +257,12 @@ class VerifyReport(Printable, Serialized):
     ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
     ``no_digest``: why no digest was compared, and what to type, "" when one was. ``statements``: what was compared with
     instead of the manifest, ``again``: the command that does it again. ``notes``: what that passes over, in words.
+    ``hub``: the download that it was compared with where there is no manifest.
     """
 
     json_keys: ClassVar = (
         "path status sealed verified=is_verified no_digest against findings items crossed values "
-        "not_checked unfinished statements notes"
+        "not_checked unfinished statements notes hub?"
     )
 
     path: Path
@@ -221,6 +280,7 @@ class VerifyReport(Printable, Serialized):
     statements: tuple[Attestation, ...] = ()
     again: str = ""
     notes: tuple[str, ...] = ()
+    hub: Downloaded | None = None
 
     @property
     def is_compared(self) -> bool:
@@ -255,9 +315,13 @@ class VerifyReport(Printable, Serialized):
         )
 
     def count(self, kind: Kind) -> dict[Outcome, int]:
-        """Return how many files or tensors have each outcome."""
+        """Return how many files or tensors have each outcome. Only texts of a download can be edited."""
         counter = Counter(item.outcome for item in self.items if item.kind is kind)
-        return {outcome: counter[outcome] for outcome in Outcome}
+        return {
+            outcome: counter[outcome]
+            for outcome in Outcome
+            if outcome is not Outcome.EDITED or counter[outcome]
+        }
 
     @property
     def differences(self) -> list[Item]:
@@ -271,12 +335,14 @@ class VerifyReport(Printable, Serialized):
         counts = [
             count_of(number, kind.value)
             for kind, number in totals.items()
-            if number or kind is Kind.FILE or (kind is Kind.TENSOR and not self.statements)
+            if number or kind is Kind.FILE or (kind is Kind.TENSOR and not (self.statements or self.hub))
         ]
         if any(one.problem for one in self.statements):
             counts = ["not compared"]
         yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
         yield from (one.line for one in self.statements if not one.problem)  # a problem is the last line
+        if self.hub is not None and not self.no_digest:
+            yield self.hub.line
         yield from (line(f"note: {words}") for one in self.statements for words in one.notes)
         yield from (line(f"note: {words}") for words in self.notes)
         serious = [one for one in self.findings if one.severity is not Severity.NOTE]
@@ -285,7 +351,11 @@ class VerifyReport(Printable, Serialized):
         unchecked = [item for item in self.items if item.outcome is Outcome.NOT_CHECKED]
         for kind in Kind:
             yield from differing_lines([item for item in differing if item.kind is kind])
-            yield from _unchecked_lines([item for item in unchecked if item.kind is kind])
+            edited = [item for item in self.items if item.outcome is Outcome.EDITED and item.kind is kind]
+            yield from few([f" edited {item}" for item in edited], f"{kind.value}s", colour="yellow")
+            yield from _unchecked_lines(
+                [item for item in unchecked if item.kind is kind], names_all=self.hub is not None
+            )
         if self.crossed:
             yield line(f" differ positions of models: {self.crossed}", colour="red")
         yield from (labelled(value.severity, value.code, str(value)) for value in self.values)
@@ -299,7 +369,9 @@ class VerifyReport(Printable, Serialized):
             what = "no problem in" if not self.values else "read in"
             yield line(f"values: {what} {count_of(self.read_values, 'tensor')}")
         if self.status == 0 and not self.no_digest:
-            yield line("no difference found in what was checked", colour="green")
+            texts = sum(item.outcome is Outcome.EDITED for item in self.items)
+            but = f" but {count_of(texts, 'edited text')}" if texts else ""
+            yield line(f"no difference found in what was checked{but}", colour="green")
         yield from map(unchecked_line, self.not_checked)
         yield from self._advice()
         if wrong := ", ".join(_wrong(self)):
@@ -326,6 +398,9 @@ class VerifyReport(Printable, Serialized):
             return
         if self.statements:
             yield from self._advice_on_statements()
+            return
+        if self.hub is not None:
+            yield from self.hub.advice()
             return
         if set(changed) == {Change.EXTRA}:
             yield line(f"next, if what was added belongs there: {command('seal', self.path)}")
@@ -415,12 +490,14 @@ def _kind_and_change(item: Item) -> tuple[str, str]:
     return item.kind.value, str(item.change)
 
 
-def _unchecked_lines(items: Sequence[Item]) -> Iterator[Line]:
-    """Yield why items were not checked, each reason once."""
+def _unchecked_lines(items: Sequence[Item], *, names_all: bool = False) -> Iterator[Line]:
+    """Yield why items were not checked, each reason once. ``names_all``: with their names, as far as they fit."""
     reasons: dict[str, list[Item]] = {}
     for item in items:
         reasons.setdefault(item.text, []).append(item)
     for reason, same in reasons.items():
         what = same[0].label if len(same) == 1 else count_of(len(same), same[0].kind.value)
+        if names_all and len(same) > 1:
+            what += f" ({list_names(item.name for item in same)})"
         each = "each " if len(same) > 1 and reason.startswith(("is ", "has ", "differs")) else ""
         yield unchecked_line(f"{what}: {each}{reason}")

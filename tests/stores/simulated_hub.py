@@ -164,7 +164,9 @@ class Hub:
         paths = parse_qs(body.decode())["paths"]
         return _json([_entry(path, tree[path]) for path in paths if path in tree])
 
-    def _on_get_file(self, revision: str, path: str, *, headers: Any, **words: Any) -> "Answer":
+    def _on_get_file(
+        self, revision: str, path: str, *, headers: Any, endpoint: str, **words: Any
+    ) -> "Answer":
         tree = self.at(revision)
         if tree is None or path not in tree:
             return _refusal(404, "EntryNotFound" if tree is not None else "RevisionNotFound")
@@ -173,7 +175,9 @@ class Hub:
             return _part(file.data, headers, {})
         told = {"X-Repo-Commit": self.head if revision == "main" else revision}
         if file.is_large:
-            told |= {"X-Linked-Etag": f'"{file.etag}"', "Location": f"/cdn/{file.etag}"}
+            told |= {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(len(file.data))}
+            # The address of another host: the client follows a relative one, and loses the commit.
+            told["Location"] = f"{endpoint.replace('127.0.0.1', 'localhost')}/cdn/{file.etag}"
             return Answer(302, b"", told)
         return _part(file.data, headers, told | {"ETag": f'"{file.oid}"'})
 
@@ -301,7 +305,8 @@ def running() -> Iterator[tuple[Hub, str]]:
             if fault is not None and fault.isdigit():
                 answer = _refusal(int(fault), "")
             else:
-                answer = hub.answer(self.command, self.path, self.headers, body, endpoint)
+                method = "GET" if self.command == "HEAD" else self.command
+                answer = hub.answer(method, self.path, self.headers, body, endpoint)
             if fault == "lost":
                 self.close_connection = True
                 return
@@ -311,9 +316,9 @@ def running() -> Iterator[tuple[Hub, str]]:
             self.send_header("Content-Length", str(len(answer.data)))
             self.end_headers()
             with suppress(OSError):
-                self.wfile.write(answer.data)
+                self.wfile.write(b"" if self.command == "HEAD" else answer.data)
 
-        do_GET = do_POST = do_PUT = serve
+        do_GET = do_HEAD = do_POST = do_PUT = serve
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -340,6 +345,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     constants = pytest.importorskip("huggingface_hub.constants")
     with running() as (hub, endpoint):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        place = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_secret")

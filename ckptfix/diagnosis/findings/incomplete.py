@@ -17,7 +17,7 @@ from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.storage.paths import shell_path
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, human_size, list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,8 +479,8 @@ class InterruptedSave(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a save or a copy was cut short: a file still has its temporary name, DCP's `.metadata`, written last, is "
-        "missing, or a numbered checkpoint has no weights"
+        "a save, a download or a copy was cut short: a file still has its temporary name, DCP's `.metadata`, written "
+        "last, is missing, or a numbered checkpoint has no weights"
     )
 
     files: int = 0
@@ -566,6 +566,45 @@ class LeftoverSave(InterruptedSave):
     def advice(self) -> str:
         """Advice to delete the folder: a resume takes the newer one."""
         return f"nothing to do: {self.newest} is newer and complete"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfDownloaded(InterruptedSave):
+    """A file whose download from the Hugging Face hub did not end, or files of a snapshot whose blobs are missing.
+
+    ``names``: the files, () where it is not recorded which one it is. ``have``: the bytes that came, None for links.
+    ``again``: the command that downloads the rest, "" where the repository is not known.
+    """
+
+    names: tuple[str, ...]
+    have: int | None
+    again: str
+
+    def __str__(self) -> str:
+        if self.have is None:
+            if len(self.names) == 1:
+                links = "is a link to a blob that does not exist: the blob was deleted"
+            else:
+                more = count_of(len(self.names) - 1, "more file")
+                links = f"and {more} are links to blobs that do not exist: the blobs were deleted"
+            return f"{self.path} {links}, or the snapshot was copied without its blobs/"
+        what = self.names[0] if self.names else "a file"
+        return f"{what} was not downloaded completely: {human_size(self.have)} of it are in {self.path}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to download the file, or to copy the files behind the links."""
+        if not self.again:
+            return "copy the snapshot again with the files behind its links: cp -rL, or rsync -aL"
+        repository = "; REPO is the repository, whose name is not recorded" if " REPO " in self.again else ""
+        return f"unless a download is running: {self.again}{repository}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareDownload(HalfDownloaded):
+    """A half download next to complete weights, as where the second format of a model was stopped: nothing needs it."""
+
+    severity = Severity.NOTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
