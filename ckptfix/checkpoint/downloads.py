@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shlex
-from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha1
@@ -24,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.storage.paths import shell_path
-from ckptfix.storage.reading import read_start, store_of
+from ckptfix.storage.reading import names_in, read_start, store_of
 from ckptfix.wording import count_of
 
 OF_THE_CLIENT = ".cache/huggingface"
@@ -217,6 +216,11 @@ def _tree(place: HubPlace) -> dict[str, str]:
     return found
 
 
+def is_of_client(folder: Path) -> bool:
+    """Return whether a sub-folder holds nothing but the files of the hub's client."""
+    return folder.name == OF_THE_CLIENT.partition("/")[0] and names_in(folder) == ["huggingface"]
+
+
 class HalfDownload(NamedTuple):
     """A file whose download did not end, or files of a snapshot whose blobs are missing.
 
@@ -317,4 +321,6 @@ def _dangling(root: Path, *, deep: bool) -> Iterator[str]:
 
 def _short_hash(name: str) -> str:
     """Return the hash of a file's name that the client puts into the name of the unfinished file."""
+    from base64 import urlsafe_b64encode  # every check imports this module
+
     return urlsafe_b64encode(sha1(name.encode(), usedforsecurity=False).digest()).decode()

@@ -397,12 +397,19 @@ def _half_downloaded(
 
 def _is_spare(root: Path, half: HalfDownload) -> bool:
     """Return whether nothing needs a half download, as the weights next to it are complete, as far as names tell."""
-    if half.have is None or any(name.endswith(_READ_WITH_WEIGHTS) for name in half.names):
+    if half.have is None or any(map(_is_needed, half.names)):
         return False
     if not half.names:
         return may_hold_weights(root)
     folders = {(root / name).parent for name in half.names} if lists_models(root) else {root}
     return all(any(map(_names_model, names_in(folder))) for folder in folders if folder.is_dir())
+
+
+def _is_needed(name: str) -> bool:
+    """Return whether a load needs a file next to complete weights: a config, a state of the run, or a shard."""
+    parsed = parse_file_name(PurePosixPath(name).name)
+    is_part = parsed is not None and (parsed.role not in NOT_STATES or parsed.shard is not None)
+    return is_part or name.endswith(_READ_WITH_WEIGHTS)
 
 
 def _names_model(name: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
+from ckptfix.checkpoint.downloads import is_of_client
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
@@ -390,7 +391,7 @@ def _not_checked(
     words = [
         f"{path}/ ({kind}): {_why_not(folder.root / path, kind)}"
         for path, kind in folder.subfolders.items()
-        if path not in checked
+        if path not in checked and not is_of_client(folder.root / path)
     ]
     words += unchecked_dcp(sharded) if sharded else ()
     words += (unread for state in deepspeed for unread in state.unread)

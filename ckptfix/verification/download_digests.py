@@ -82,13 +82,15 @@ class RecordedByHub(Recorded):
                 for name in filter(_names_weights, self._gone)
             ]
         differing = {item.name for item in found if item.outcome is Outcome.DIFFER}
-        own = self._weights & self._there.keys()
+        loaded = {str(path) for one in self.contents.weights for path in one.files}
+        own = (loaded & self._weights or self._weights) & self._there.keys()
         lost = bool(own) and own <= differing
         edited = {item.name for item in found if item.outcome is Outcome.EDITED}
+        files = self._there or self._download.files
         downloaded = Downloaded(
             repo=self._download.place.repo,
             kind=self._download.place.kind,
-            revisions=dict(Counter(file.commit for file in self._there.values()).most_common()),
+            revisions=dict(Counter(file.commit for file in files.values()).most_common()),
             unvouched=tuple(sorted(self.contents.files.keys() - self._there.keys()))
             if self.only is None
             else (),
@@ -98,8 +100,8 @@ class RecordedByHub(Recorded):
         )
         if lost and CONFIG in edited and all(map(self._is_newer, own)):
             # A save writes the config anew together with the weights, and neither a disk nor a copy does.
-            why = f"all weights and {CONFIG} were saved here after the download: nothing is left of {downloaded.name}"
-            return tuple(map(_unchecked, found)), downloaded, why
+            why = f"the weights and {CONFIG} were saved here after the download of {downloaded.name}"
+            return tuple(map(_unchecked, found)), replace(downloaded, lost_weights=why), why
         if lost and len(own) > 1:
             words = f"no weights here are those of {downloaded.name}: they were saved over, or all of them are damaged"
             downloaded = replace(downloaded, lost_weights=words)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptfix.checkpoint.downloads import OF_THE_CLIENT
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, RANGE, Manifest
 from ckptfix.dataclass import dataclass
@@ -121,9 +122,8 @@ class SealReceipt(Printable, Serialized):
         size = human_size(self.nbytes)
         yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}{ranges}", bold=True)
         if self.hub is not None:
-            yield line(
-                f"proven: {count_of(self.proven, 'file')} equal to {self.hub.name} by the hub's own digests"
-            )
+            proven = f"{count_of(self.proven, 'file')} equal to {self.hub.name} by the hub's own digests"
+            yield line(f"proven: {proven}" if self.proven else f"not compared: {self.hub.lost_weights}")
         yield line(f"written: {', '.join((MANIFEST, *self.statements))}")
         if self.signed_by:
             yield line(f"signed by {self.signed_by}: {', '.join(self.statements)}")
@@ -249,7 +249,12 @@ def seal(
         if hub is not None:
             items, downloaded, _ = hub.judged(items)
         differing = tuple(
-            item for item in items if item.outcome is Outcome.DIFFER and item.change is not Change.EXTRA
+            item
+            for item in items
+            if item.outcome is Outcome.DIFFER
+            and item.change is not Change.EXTRA
+            # Versions before 0.6.0 sealed the records of the hub's client, too.
+            and not item.name.startswith(f"{OF_THE_CLIENT}/")
         )
         if differing and not force:
             return SealReceipt(path=target.path, written=False, differing=differing, hub=downloaded)

@@ -269,7 +269,7 @@ def test_a_part_of_a_download(download: Download, repo: Hub) -> None:
 def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
     """Weights and config are new: nothing is compared, as without records, and a seal takes the folder."""
     folder = local(tmp_path)
-    for name in (SHARD, OTHER, "extra/value_head.safetensors"):
+    for name in (SHARD, OTHER):
         flip(folder / name)
         os.utime(folder / name, (4e9, 4e9))
     alone = verify(folder)
@@ -279,9 +279,11 @@ def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
     os.utime(folder / "config.json", (4e9, 4e9))
     report = verify(folder)
     assert report.status == 3
-    assert f"nothing is left of revision {repo.head}; next: ckptfix seal" in report.no_digest
+    assert f"saved here after the download of revision {repo.head}; next: ckptfix seal" in report.no_digest
     assert verify(folder, data=True).status == 0
-    assert seal(folder).written
+    receipt = seal(folder)
+    assert receipt.written
+    assert "not compared: the weights and config.json were saved here" in "\n".join(map(str, receipt.lines()))
     assert verify(folder).status == 0
 
 
@@ -447,6 +449,11 @@ def test_a_file_that_the_user_deleted(repo: Hub, tmp_path: Path) -> None:
     report = verify(folder)
     assert report.status == 1
     assert SHARD in outcomes(report, Outcome.DIFFER)
+    for path in [one for one in folder.iterdir() if one.is_file()]:
+        path.unlink()
+    report = verify(folder)
+    assert report.status == 1
+    assert f"of revision {repo.head}" in words_of(report)
 
 
 def test_a_clone_with_pointers_of_lfs(repo: Hub, tmp_path: Path) -> None:
@@ -503,6 +510,15 @@ def test_nothing_but_a_half_file(repo: Hub, tmp_path: Path, said: Said) -> None:
     status, out, _ = said("verify", tmp_path / "local")
     assert status == 1, out
     assert not seal(tmp_path / "local").written
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model-00003-of-00003.safetensors", "vocab.txt"])
+def test_a_part_that_was_stopped_is_a_warning(repo: Hub, tmp_path: Path, name: str) -> None:
+    folder = local(tmp_path)
+    half(folder, name, "ab" * 32)
+    report = check(folder)
+    assert report.status == 1
+    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == ["warning"]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "onnx/model.onnx", "model.gguf"])
@@ -591,6 +607,18 @@ def test_a_sealed_folder_may_be_downloaded_again(repo: Hub, tmp_path: Path) -> N
     repo.write({"README.md": b"# a better model\n"})
     local(tmp_path, allow_patterns=["config.json"])
     assert verify(folder).status == 0
+
+
+def test_a_seal_of_version_0_5_has_the_records_of_the_client(repo: Hub, tmp_path: Path) -> None:
+    folder = local(tmp_path)
+    seal(folder)
+    manifest = folder / ".ckptfix" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    record = ".cache/huggingface/download/README.md.metadata"
+    document["sha256"][record] = "0" * 64
+    manifest.write_text(json.dumps(document))
+    assert seal(folder).written
+    assert record not in json.loads(manifest.read_text())["sha256"]
 
 
 def test_a_seal_refuses_what_is_not_the_download(download: Download) -> None:
