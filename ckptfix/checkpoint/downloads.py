@@ -221,6 +221,11 @@ def is_of_client(folder: Path) -> bool:
     return folder.name == OF_THE_CLIENT.partition("/")[0] and names_in(folder) == ["huggingface"]
 
 
+def may_be_download(folder: Path, subfolders: Iterable[str]) -> bool:
+    """Return whether a folder can be the top of a download, by its names alone."""
+    return OF_THE_CLIENT.partition("/")[0] in subfolders or folder.parent.name == "snapshots"
+
+
 class HalfDownload(NamedTuple):
     """A file whose download did not end, or files of a snapshot whose blobs are missing.
 

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
+from ckptfix.checkpoint.downloads import half_downloads, may_be_download
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import cut_upload, family_holds, holds_files, is_bare
@@ -151,7 +152,8 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
     And those that are named as checkpoints and hold no weights (``is_bare``): a save that was killed leaves them. And
-    pipelines of diffusers that lack one of their models, and ``path`` itself where ``lost_model`` finds one.
+    downloads that did not end, pipelines of diffusers that lack one of their models, and ``path`` itself where
+    ``lost_model`` finds one.
 
     Each is yielded while the others are still being listed: there may be 100,000 of them.
     Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
@@ -187,8 +189,10 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
             around.append(here)
             found.append(here)
-        elif is_bare(here, holds) or (
-            not {PIPELINE, MODULES}.isdisjoint(files) and _lacks_part_of_list(here, folders)
+        elif (
+            is_bare(here, holds)
+            or (not {PIPELINE, MODULES}.isdisjoint(files) and _lacks_part_of_list(here, folders))
+            or (may_be_download(here, folders) and any(half_downloads(here)))
         ):
             found.append(here)
         is_empty &= not found

@@ -9,6 +9,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -488,7 +490,7 @@ def test_a_download_that_was_killed_and_resumed(repo: Hub, tmp_path: Path, proce
     report = check(folder)
     assert report.status == 1
     (finding,) = (finding for finding in report.findings if finding.code == "interrupted-save")
-    text = f"{SHARD} was not downloaded completely: 1000 B of it are in {left.relative_to(folder)}"
+    text = f"{SHARD} was not downloaded completely: {left.relative_to(folder)} has 1000 B of it"
     assert str(finding) == text
     again = f"hf download REPO {SHARD} --revision {repo.head} --local-dir {folder}"
     assert again in finding.advice
@@ -501,12 +503,56 @@ def test_a_download_that_was_killed_and_resumed(repo: Hub, tmp_path: Path, proce
     assert verify(folder).status == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["local", "cache"])
+def test_a_client_that_was_really_killed(repo: Hub, tmp_path: Path, kind: str) -> None:
+    etag = repo.commits[repo.head][SHARD].etag
+    killed = threading.Event()
+
+    def strike(method: str, path: str) -> str | None:
+        if method == "GET" and path == f"/cdn/{etag}":
+            killed.wait(60)
+            return "cut"
+        return None
+
+    repo.strike = strike
+    words = (
+        f"local_dir={str(tmp_path / 'local')!r}"
+        if kind == "local"
+        else f"cache_dir={str(tmp_path / 'cache')!r}"
+    )
+    code = f"import huggingface_hub; huggingface_hub.snapshot_download({REPO!r}, {words})"
+    endpoint = importlib.import_module("huggingface_hub.constants").ENDPOINT
+    variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    client = subprocess.Popen([sys.executable, "-c", code], env=variables)
+    until = time.monotonic() + 60
+    while not (left := [*tmp_path.rglob("*.incomplete")]) or not [*tmp_path.rglob(OTHER)]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(1)  # the other files of its threads
+    client.kill()
+    client.wait()
+    killed.set()
+    repo.strike = lambda method, path: None
+    folder = tmp_path / "local" if kind == "local" else next((tmp_path / "cache").glob("*/snapshots/*"))
+    assert len(left) == 1
+    report = check(folder)
+    assert report.status == 1
+    (finding,) = (one for one in report.findings if one.code == "interrupted-save")
+    assert str(finding).startswith(f"{SHARD} was not downloaded completely")
+    type_in(finding.advice.partition(": ")[2].partition("; ")[0].replace("REPO", REPO))
+    assert check(folder).status == 0
+    assert verify(folder).status == 0
+
+
 def test_nothing_but_a_half_file(repo: Hub, tmp_path: Path, said: Said) -> None:
     """The first file was never complete: it was a wrong usage, as if nothing was there."""
     half(tmp_path / "local", "model.safetensors", "ab" * 32)
     report = check(tmp_path / "local")
     assert [finding.code for finding in report.findings] == ["interrupted-save"]
     assert report.status == 1
+    status, out, _ = said("check", "-r", tmp_path)
+    assert (status, "was not downloaded completely" in out) == (1, True)
     status, out, _ = said("verify", tmp_path / "local")
     assert status == 1, out
     assert not seal(tmp_path / "local").written
@@ -543,7 +589,7 @@ def test_a_half_file_of_the_cache(repo: Hub, tmp_path: Path) -> None:
     report = check(folder)
     assert report.status == 1
     (finding,) = (finding for finding in report.findings if finding.code == "interrupted-save")
-    assert str(finding).startswith("tokenizer.json was not downloaded completely: 10 B of it")
+    assert str(finding).startswith("tokenizer.json was not downloaded completely: ../../blobs/")
     type_in(finding.advice.partition(": ")[2])
     assert check(folder).status == 0
     shutil.rmtree(folder.parents[1] / "trees")

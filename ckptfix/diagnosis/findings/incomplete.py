@@ -589,7 +589,7 @@ class HalfDownloaded(InterruptedSave):
                 links = f"and {more} are links to blobs that do not exist: the blobs were deleted"
             return f"{self.path} {links}, or the snapshot was copied without its blobs/"
         what = self.names[0] if self.names else "a file"
-        return f"{what} was not downloaded completely: {human_size(self.have)} of it are in {self.path}"
+        return f"{what} was not downloaded completely: {self.path} has {human_size(self.have)} of it"
 
     @property
     def advice(self) -> str:
@@ -597,7 +597,8 @@ class HalfDownloaded(InterruptedSave):
         if not self.again:
             return "copy the snapshot again with the files behind its links: cp -rL, or rsync -aL"
         repository = "; REPO is the repository, whose name is not recorded" if " REPO " in self.again else ""
-        return f"unless a download is running: {self.again}{repository}"
+        when = "to download it again" if self.have is None else "unless a download is running"
+        return f"{when}: {self.again}{repository}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
