@@ -240,7 +240,8 @@ def verify_command(
     """Verify checksums, or test loading.
 
     Checks each DIR (or this folder), and compares every file and tensor with the digests that seal wrote, or with a
-    signature, or with a list of sha256sum.
+    signature, or with a list of sha256sum. A download from the Hugging Face hub needs none of them: its files are
+    compared with the digests that the hub's client recorded.
 
     With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
     names, values, transfers, outputs. Anything this machine cannot test is listed as NOT exercised, never as proven.
