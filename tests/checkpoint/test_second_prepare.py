@@ -13,6 +13,7 @@ from ckptfix import Policy, check, repair
 from ckptfix.checkpoint import pairing, second_prepare
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.checkpoint.second_prepare import Evidence, OptimizerFacts, read_optimizer
 from ckptfix.errors import ChangedError, OperationError, RolledBackError
 from ckptfix.formats.torch_file import read_torch_file
@@ -32,7 +33,9 @@ def facts(path: Path, value: object, *, legacy: bool = False) -> OptimizerFacts 
 
 
 def has_moments(folder: Path) -> bool:
-    return Evidence(scan_folder(folder), None, folder).has_moments(PurePosixPath("optimizer.bin"))
+    return Evidence(scan_folder(folder), None, Siblings().of(folder)).has_moments(
+        PurePosixPath("optimizer.bin")
+    )
 
 
 @pytest.mark.parametrize("legacy", [False, True])

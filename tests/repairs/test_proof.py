@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError, RolledBackError
@@ -23,7 +24,7 @@ def planned(folder: Path) -> tuple[Diagnosis, Plan, steps_to_edits.Compiled]:
 
 def prove(diagnosis: Diagnosis, plan: Plan, compiled: steps_to_edits.Compiled) -> None:
     steps, edits = tuple(compiled.steps), tuple(compiled.edits)
-    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts, plan.folder.root)
+    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts, Siblings().of(plan.folder.root))
 
 
 @pytest.fixture
