@@ -1,11 +1,7 @@
 """Saves, copies, downloads and uploads that were cut short, by the temporary names and marks that they leave."""
 
-import base64
-import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
@@ -16,7 +12,6 @@ from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION, PIPELI
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.reading import names_in
 
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 """Temporary names of ``save_file`` of safetensors."""
@@ -60,8 +55,6 @@ def _is_of_checkpoint(name: str) -> bool:
 def interrupted(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:
     """Yield the signs of a save, a copy, a download or an upload that was cut short."""
     yield from _unfinished(folder, states)
-    if PurePosixPath(_OF_HUB.parts[0]) in folder.subfolders:
-        yield from _unfinished_of_hub(folder)
     if (folder.root / JOURNAL / UNFINISHED).exists():
         yield InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True)
     elif (problem := cut_upload(folder.root)) is not None:
@@ -83,25 +76,3 @@ def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterat
         is_json = is_missing and wanted in _JSON and path.suffix != ".tmp"
         if is_unfinished(path.name) or is_download or is_json:
             yield InterruptedSave(path=path, leftover=True, wanted=wanted if is_missing else "")
-
-
-_OF_HUB = PurePosixPath(".cache/huggingface/download")
-"""Folder for downloads of huggingface_hub (2.4, ``_local_folder.py``), in the folder to which it downloads."""
-
-
-def _unfinished_of_hub(folder: CheckpointFolder) -> Iterator[InterruptedSave]:
-    """Yield a finding for each file whose download from the Hugging Face Hub was cut short.
-
-    It is called by a hash of its name; a lock file next to it shows the name.
-    """
-    names: frozenset[str] = frozenset()
-    with suppress(OSError):
-        names = frozenset(names_in(folder.root / _OF_HUB))
-    parts = {name.partition(".")[0]: name for name in sorted(names) if name.endswith(".incomplete")}
-    for name in sorted(names) if parts else ():
-        wanted = name.removesuffix(".lock")
-        digest = hashlib.sha1(f"{wanted}.metadata".encode(), usedforsecurity=False).digest()
-        part = parts.get(base64.urlsafe_b64encode(digest).decode())
-        is_wanted = wanted != name and (_is_of_checkpoint(wanted) or wanted in _JSON)
-        if part and is_wanted and not os.path.lexists(folder.root / wanted):
-            yield InterruptedSave(path=_OF_HUB / part, leftover=True, wanted=wanted)

@@ -233,7 +233,7 @@ class Downloaded(Serialized):
 
     @property
     def line(self) -> Line:
-        """What was compared with what."""
+        """The revision, and how many files were compared with its records."""
         files = count_of(sum(self.revisions.values()), "file")
         return line(f"compared with what the hub's client recorded: {files} of {self.name}")
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from ckptfix import check
 from ckptfix.cli import run
+from ckptfix.diagnosis.findings.base import Resume
 from tests.tiny_adapters import (
     CONFIG,
     NAME,

@@ -12,6 +12,7 @@ from s3transfer.utils import OSUtils  # type: ignore[import-untyped]
 
 from ckptfix import check, latest_checkpoint
 from ckptfix.errors import UsageError
+from ckptfix.wording import human_size
 from tests.diagnosis.test_hidden_files import exports, is_loaded  # noqa: F401
 from tests.diagnosis.test_misnamed import Small
 from tests.stores.servers import upload_folder
@@ -80,6 +81,13 @@ def problems(folder: Path | str) -> list[str]:
     ]
 
 
+def told(program: str, part: Path, folder: Path, name: str) -> str:
+    where = part.relative_to(folder)
+    if program == "huggingface_hub":
+        return f"{name} was not downloaded completely: {where} has {human_size(part.stat().st_size)} of it"
+    return f"{where} was left by a save or a copy that was cut short, and {name} is missing"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
 @pytest.mark.parametrize("program", DOWNLOADS)
 def test_the_download_of_a_state_was_cut_short(saved: Path, tmp_path: Path, program: str, name: str) -> None:
@@ -90,11 +98,8 @@ def test_the_download_of_a_state_was_cut_short(saved: Path, tmp_path: Path, prog
     with pytest.raises(OSError, match=r"[Nn]o such|not found|does not exist|doesn't exist"):
         Small().accelerator.load_state(str(folder))
     shown = part.parent if program == "Safari" else part
-    words = (
-        f"{shown.relative_to(folder)} was left by a save or a copy that was cut short, and {name} is missing"
-    )
-    assert problems(folder) == [words]
-    with pytest.raises(UsageError, match=r"is missing|no weights"):
+    assert problems(folder) == [told(program, shown, folder, name)]
+    with pytest.raises(UsageError, match=r"is missing|no weights|not downloaded completely"):
         latest_checkpoint(folder.parent)
 
 
@@ -159,7 +164,4 @@ def test_the_download_of_a_config_was_cut_short(
     _cut(folder / name, part)
     assert not is_loaded(folder, library, exports["transformers"])
     shown = part.parent if program == "Safari" else part
-    words = (
-        f"{shown.relative_to(folder)} was left by a save or a copy that was cut short, and {name} is missing"
-    )
-    assert problems(folder) == [words]
+    assert problems(folder) == [told(program, shown, folder, name)]

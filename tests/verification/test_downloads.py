@@ -526,7 +526,7 @@ def test_a_client_that_was_really_killed(repo: Hub, tmp_path: Path, kind: str) -
     variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     client = subprocess.Popen([sys.executable, "-c", code], env=variables)
     until = time.monotonic() + 60
-    while not (left := [*tmp_path.rglob("*.incomplete")]) or not [*tmp_path.rglob(OTHER)]:
+    while not [*tmp_path.rglob("*.incomplete")] or not [*tmp_path.rglob(OTHER)]:
         assert time.monotonic() < until
         time.sleep(0.05)
     time.sleep(1)  # the other files of its threads
@@ -535,11 +535,13 @@ def test_a_client_that_was_really_killed(repo: Hub, tmp_path: Path, kind: str) -
     killed.set()
     repo.strike = lambda method, path: None
     folder = tmp_path / "local" if kind == "local" else next((tmp_path / "cache").glob("*/snapshots/*"))
-    assert len(left) == 1
     report = check(folder)
     assert report.status == 1
-    (finding,) = (one for one in report.findings if one.code == "interrupted-save")
-    assert str(finding).startswith(f"{SHARD} was not downloaded completely")
+    # Other files may be on their way, too.
+    (finding,) = (
+        each for each in report.findings if str(each).startswith(f"{SHARD} was not downloaded completely")
+    )
+    assert finding.code == "interrupted-save"
     type_in(finding.advice.partition(": ")[2].partition("; ")[0].replace("REPO", REPO))
     assert check(folder).status == 0
     assert verify(folder).status == 0

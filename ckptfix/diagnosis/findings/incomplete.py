@@ -471,6 +471,12 @@ class UndecidedNames(MismatchedNames):
         )
 
 
+def _is_needed(name: str) -> bool:
+    """Return whether ``load_state`` fails without a file of this name."""
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.is_state_file and not parsed.is_of_trainer and _is_required(name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptedSave(Finding):
     """Data without the metadata that is written last, or a file that was never moved into place."""
@@ -503,11 +509,9 @@ class InterruptedSave(Finding):
     """Name of the newest complete checkpoint next to a bare one, "" where there is none or nobody looked."""
 
     @property
-    def stops_resume(self) -> bool:
-        """True where a state is missing that was being copied: ``load_state`` fails without it."""
-        parsed = parse_file_name(self.wanted)
-        is_state = parsed is not None and parsed.is_state_file and not parsed.is_of_trainer
-        return is_state and _is_required(self.wanted)
+    def resume(self) -> Resume:
+        """It fails where a state is missing that was being copied."""
+        return Resume.FAILS if _is_needed(self.wanted) else Resume.SUCCEEDS
 
     def __str__(self) -> str:
         if self.bare:
@@ -579,6 +583,11 @@ class HalfDownloaded(InterruptedSave):
     names: tuple[str, ...]
     have: int | None
     again: str
+
+    @property
+    def resume(self) -> Resume:
+        """It fails where one of the files is a state."""
+        return Resume.FAILS if any(map(_is_needed, self.names)) else Resume.SUCCEEDS
 
     def __str__(self) -> str:
         if self.have is None:
