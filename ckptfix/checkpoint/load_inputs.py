@@ -12,6 +12,7 @@ from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import STEMS_OF_LIBRARIES, TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.loading_order import SAFE
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.reading import open_reader
@@ -79,7 +80,8 @@ def loads_of(
     ``data``: let the rules read tensors as a whole. ``steps``: of the optimizer, as a counter in the folder shows.
 
     Weights without the config of their library yield nothing: no ``from_pretrained`` takes them. Two families of one
-    model, such as safetensors next to ``.bin``, are two loads. Variants are loaded by name alone, and yield nothing.
+    model, such as safetensors next to ``.bin``, are two loads, those of an adapter one. Variants are loaded by name
+    alone, and yield nothing.
     """
     for library, name in CONFIG_OF_LIBRARY.items():
         families = (
@@ -92,6 +94,12 @@ def loads_of(
         configs = {known: config for known in _CONFIGS if (config := read_config(folder.root, known))}
         if library_of(configs.get(name, {})) != library:
             continue
+        if library == "peft":
+            # PEFT and transformers read the first alone, shards only transformers.
+            families.sort(
+                key=lambda group: (group.index_path is not None, group.members[0].name.suffix != SAFE)
+            )
+            del families[1:]
         folders = (*folder.subfolders, *map(PurePosixPath, folder.unscanned))
         states_of = (
             "save_state" if folder.is_save_state else "Trainer" if folder.has_file(TRAINER_STATE) else ""

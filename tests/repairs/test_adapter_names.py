@@ -172,6 +172,20 @@ def test_keys_that_transformers_loads_stay_unless_asked_for(name: str, tmp_path:
     assert check(tmp_path).findings == ()
 
 
+def test_a_wrapper_inside_of_the_keys_needs_keys_bare(tmp_path: Path) -> None:
+    """The base was compiled before it was adapted: a script that compiles it again finds these keys."""
+    tensors = lora(tmp_path)
+    compiled = renamed(lambda key: key.replace("base_model.model.", "base_model.model._orig_mod."))(tensors)
+    write(tmp_path, compiled)
+    assert live(tmp_path, tensors) == "0 of 8"
+    assert live(tmp_path, dict(compiled), lambda: torch.compile(llama())) == "8 of 8"
+    assert [(each.code, each.severity.value) for each in check(tmp_path).findings] == [
+        ("wrapper-prefix", "note")
+    ]
+    assert run(["repair", str(tmp_path), "--keys", "bare"]) == 0
+    assert live(tmp_path, tensors) == "8 of 8"
+
+
 def test_shards_with_their_index(tmp_path: Path) -> None:
     """transformers loads adapters in shards, PEFT does not."""
     tensors = lora(tmp_path)

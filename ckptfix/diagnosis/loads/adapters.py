@@ -79,7 +79,8 @@ _STEPS = 20
 _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
 
-_MAX_KEY = 300
+_MAX_KEY, _MAX_PATTERNS = 300, 100
+"""Length and number of texts of a config beyond which they are not compared: no library writes so many."""
 
 
 class _Parameter(NamedTuple):
@@ -109,10 +110,10 @@ def judge_adapter(load: Load) -> LoadVerdict:
             findings=(_empty(load, "it holds no tensors", "PEFT loads nothing, and warns"),),
             explained=frozenset((UnknownState, file) for file in load.files),
         )
-    lost = [key for key, tensor in load.tensors.items() if tensor.shape == (0,)]
+    lost = {key: None for key, tensor in load.tensors.items() if tensor.shape == (0,)}
     if lost:
         tensors = f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}"
-        lacks = f"{tensors} hold no elements, such as {lost[0]}, as ZeRO-3 leaves them in each rank"
+        lacks = f"{tensors} hold no elements, such as {next(iter(lost))}, as ZeRO-3 leaves them in each rank"
         findings.append(_empty(load, lacks, "PEFT fails with 'size mismatch'"))
     parameters = [
         parameter
@@ -126,7 +127,7 @@ def judge_adapter(load: Load) -> LoadVerdict:
     elif kind in _MARKS:
         if load.is_whole:
             findings += _missing(load, kind, parameters, names.expected.values())
-        of_ranks = _ranks(load, kind, [one for one in parameters if one.key not in set(lost)])
+        of_ranks = _ranks(load, kind, [parameter for parameter in parameters if parameter.key not in lost])
         findings += of_ranks.findings
         unchecked += of_ranks.unchecked
         if not lost:
@@ -314,7 +315,8 @@ def _missing(
                 remedy=again,
             )
     if targets := _texts(load.config.get("target_modules")):
-        absent = [target for target in targets if not any(_is_at(name, target) for name in modules)]
+        matched = {suffix for module in modules for suffix in _suffixes(module)}
+        absent = [target for target in targets if target not in matched]
         if not modules and not load.config.get("trainable_token_indices"):
             yield IncompleteAdapter(
                 path=load.path,
@@ -329,7 +331,8 @@ def _missing(
                 effect="if the base model has such modules, they stay as in the base",
                 remedy=f"right for a base model without them, as with a list for several models; else: {again}",
             )
-    if heads := _texts(load.config.get("modules_to_save")):
+    heads = _texts(load.config.get("modules_to_save"))
+    if 0 < len(heads) <= _MAX_PATTERNS:
         held = [f".{key.removeprefix(dotted(BASE))}" for key in keys]
         absent = [head for head in heads if not any(f"{head}." in key for key in held)]
         if set(heads) >= _OF_CLASSES and not set(absent) >= _OF_CLASSES:
@@ -344,9 +347,12 @@ def _missing(
             )
 
 
-def _is_at(module: str, target: str) -> bool:
-    """Return whether a module is one that an entry of ``target_modules`` is for."""
-    return f".{module}.".endswith(f".{target}.")
+def _suffixes(module: str) -> Iterator[str]:
+    """Yield the entries of ``target_modules`` that are for a module: its path, and each end of it after a dot."""
+    yield module
+    for at, letter in enumerate(module):
+        if letter == ".":
+            yield module[at + 1 :]
 
 
 def _is_selective(config: Config) -> bool:
@@ -366,12 +372,12 @@ def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdi
     if not dimensions or (rank is None and kind != "LORA"):
         return LoadVerdict()
     rank = 8 if rank is None else rank
-    pattern_of = _matcher(patterns) if isinstance(patterns or {}, dict) else None
+    pattern_of = _matcher(patterns or {}) if isinstance(patterns or {}, dict) else None
     if type(rank) is not int or pattern_of is None:
         what = setting if type(rank) is not int else "rank_pattern"
         words = f"{load.path}: ranks of its tensors, because {what} of adapter_config.json is not plain"
         return LoadVerdict(unchecked=(words,))
-    targets = _texts(config.get("target_modules"))
+    targets = frozenset(_texts(config.get("target_modules")))
     wrong: dict[str, tuple[int, int]] = {}
     for parameter in parameters:
         dimension = dimensions.get(parameter.name)
@@ -384,9 +390,7 @@ def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdi
             continue
         # The experts of a layer share one matrix, so that its rank is a multiple. Their modules are no target modules.
         module = parameter.module
-        is_of_experts = bool(config.get("target_parameters")) and not any(
-            _is_at(module, each) for each in targets
-        )
+        is_of_experts = bool(config.get("target_parameters")) and targets.isdisjoint(_suffixes(module))
         if is_of_experts or len(module) > _MAX_KEY:
             continue
         expected = (patterns or {}).get(pattern_of(module), rank)
@@ -410,20 +414,32 @@ def _texts(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _matcher(patterns: Mapping[str, object] | None) -> Callable[[str], str] | None:
-    """Return what finds the pattern for a module, as ``get_pattern_key`` of PEFT does; None where one is too complex.
+def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
+    """Return what finds the first pattern for a module, as ``get_pattern_key`` of PEFT does; None for a complex one.
 
-    A pattern is a regular expression of the user: two repetitions in one can take years for a key.
+    A pattern is a regular expression of the user: two repetitions in one can take years for a key. EVA writes a plain
+    path for each of a thousand modules.
     """
-    compiled: dict[str, re.Pattern[str]] = {}
-    for pattern in patterns or {}:
-        if len(pattern) > _MAX_KEY or sum(map(pattern.count, "*+?{")) > 1:
+    plain: dict[str, int] = {}
+    compiled: list[tuple[int, re.Pattern[str]]] = []
+    for number, pattern in enumerate(patterns):
+        if re.fullmatch(r"[\w.-]+", pattern):
+            plain[pattern] = number
+            continue
+        if len(pattern) > _MAX_KEY or sum(map(pattern.count, "*+?{")) > 1 or len(compiled) == _MAX_PATTERNS:
             return None
         try:
-            compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
+            compiled.append((number, re.compile(rf"(.*\.)?({pattern})$")))
         except re.error:
             return None
-    return lambda module: next((key for key, regex in compiled.items() if regex.match(module)), module)
+    names = list(patterns)
+
+    def pattern_of(module: str) -> str:
+        numbers = [plain[suffix] for suffix in _suffixes(module) if suffix in plain]
+        numbers += [number for number, pattern in compiled if pattern.match(module)]
+        return names[min(numbers)] if numbers else module
+
+    return pattern_of
 
 
 def _zeros(load: Load, kind: str, parameters: Iterable[_Parameter]) -> Iterator[Finding]:
