@@ -240,6 +240,9 @@ STEMS_OF_LIBRARIES: Mapping[str, Stems] = {
 }
 """Library -> the stems that its ``from_pretrained`` looks for (transformers 5.23, diffusers 0.42, PEFT 0.21)."""
 
+LORA = "pytorch_lora_weights"
+"""Stem of the LoRA weights that ``save_lora_weights`` of diffusers' pipelines writes."""
+
 MODEL_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
 """Stems of the weights of complete models. The stems of adapters count only where an adapter is looked for."""
 

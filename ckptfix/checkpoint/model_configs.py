@@ -176,6 +176,29 @@ def library_of(config: Path) -> str:
     return ""
 
 
+_OF_AVERAGE = (
+    "decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power",
+)  # fmt: skip
+"""Keys that ``EMAModel.save_pretrained`` adds to the config of its model (diffusers 0.42)."""
+
+
+class ConfigOfModel(NamedTuple):
+    """A config as it determines the keys of a model. ``is_of_average``: ``EMAModel`` of diffusers wrote it."""
+
+    architecture: Mapping[str, Any]
+    is_of_average: bool
+
+
+def config_of_model(folder: Path) -> ConfigOfModel | None:
+    """Return the config of the model of a library in a folder, None where it has none, or another program wrote it."""
+    with suppress(OSError, ValueError):
+        config = _read_object(folder / CONFIG)
+        if any(isinstance(config.get(version), str) for _, version in _VERSIONS):
+            kept = {key: value for key, value in config.items() if key not in (*_OF_AVERAGE, "_name_or_path")}
+            return ConfigOfModel(kept, "optimization_step" in config)
+    return None
+
+
 def is_pretrained(folder: Path) -> bool:
     """Return whether transformers, diffusers or PEFT saved a model in a folder, by its config.
 

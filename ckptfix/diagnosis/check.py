@@ -40,6 +40,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
+from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
@@ -317,12 +318,31 @@ def _checked(
         )
     lacking = bare.beyond(diagnosis.findings) if bare is not None else missing_here(target, diagnosis, near)
     below = tuple(models_below(diagnosis, data=data, progress=progress))
+    of_hooks = diagnose_hook_models(
+        folder,
+        diagnosis.sharded,
+        diagnosis.optimizers,
+        tuple(_hook_models(target.root, below)),
+        near,
+        diagnosis.findings,
+        has_deepspeed=bool(diagnosis.deepspeed),
+    )
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have some.
     beside_the_point = (*(GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
-    omitted = (words for words in diagnosis.not_checked if not words.startswith(beside_the_point))
+    # With the models below, the same is said of the optimizer in other words, or it was compared.
+    beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
+    omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
+    omitted += of_hooks.unchecked
     downloads = tuple(_half_downloaded(target.root, halves, below))
-    findings = pending + lacking + diagnosis.findings + downloads + _staging_inside(target)
+    findings = (
+        *pending,
+        *lacking,
+        *diagnosis.findings,
+        *of_hooks.findings,
+        *downloads,
+        *_staging_inside(target),
+    )
     return CheckReport(
         path=target.path,
         folder=folder,
@@ -339,6 +359,13 @@ def _checked(
         understood=understand(diagnosis),
         not_resumable=_not_resumable(target, findings) if resumes else "",
     )
+
+
+def _hook_models(root: Path, below: Iterable[CheckReport]) -> Iterator[HookModel]:
+    """Yield the models in sub-folders at any depth, by their paths from a folder."""
+    for report in below:
+        yield HookModel(PurePosixPath(report.path.relative_to(root)), report.folder, report.findings)
+        yield from _hook_models(root, report.below)
 
 
 def _nested(outer: Path, inner: Path) -> tuple[NestedCheckpoint, ...]:

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
 from ckptfix.checkpoint.keys import is_flat_name
 from ckptfix.checkpoint.manifest import REPORT
@@ -60,6 +60,8 @@ _CONVERTED = (
     "shard_",
 )  # fmt: skip
 """Parts of keys in files of models of which transformers 5 joins tensors into one parameter, or splits one."""
+_FIRST_HALVES = (".lora_A.", ".lora.down.")
+"""Parts of keys of matrices whose first dimension is the rank of LoRA: those of PEFT, and former ones of diffusers."""
 _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
@@ -86,7 +88,7 @@ class Weights:
     number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``: parameters may have other shapes, with as
     many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list. ``empty``: the
     first file of a model without a tensor, "" where each has some.
-    ``models``: the tensors of each model, in each format.
+    ``models``: the tensors of each model, in each format. ``ranks``: of the matrices in diffusers' files of LoRA.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -99,6 +101,7 @@ class Weights:
     are_adapter: bool = False
     empty: str = ""
     models: Sequence[Sequence[ModelTensor]] = ()
+    ranks: frozenset[int] = frozenset()
 
     def why_not_compared(self, saved: SavedOptimizer) -> str:
         """Return why an optimizer is not fully compared with these weights, "" where it is."""
@@ -136,10 +139,16 @@ def diagnose_optimizers(
     report = OptimizerReport([], [])
     if not optimizers:
         return report
-    weights = _weights_of(folder, sharded, damaged, has_deepspeed=has_deepspeed)
+    weights = weights_of(folder, sharded, damaged, has_deepspeed=has_deepspeed)
     for optimizer in optimizers:
         findings = list(judge(optimizer, weights, _named(folder, optimizer)))
         report.findings.extend(findings)
+        strange = _kept_elsewhere(optimizer, weights)
+        if strange and not findings:
+            report.unchecked.append(
+                f"whether the checkpoint has all weights of {optimizer.path}: {count_of(len(strange), 'parameter')} "
+                "of it cannot be of LoRA, such as embeddings, which scripts save elsewhere"
+            )
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             report.unchecked.append(f"whether {optimizer.path} fits the weights: {why}")
@@ -168,14 +177,14 @@ def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> 
         yield replace(finding, key=saved.key) if saved.key else finding
 
 
-def _weights_of(
+def weights_of(
     folder: CheckpointFolder,
     sharded: Sequence[DcpFolder],
     damaged: frozenset[PurePosixPath],
     *,
     has_deepspeed: bool,
 ) -> Weights:
-    """Return all weights of a checkpoint."""
+    """Return all weights of a checkpoint. Those of models in sub-folders are among the components of ``folder``."""
     # A rank's part of a tensor has not the shape of the parameter.
     own = [one for one in folder.components if one.role in _WEIGHTS and not one.name.is_of_parts]
     models = [state for state in sharded if state.model is not None]
@@ -185,9 +194,10 @@ def _weights_of(
     for tensor in stored:
         shapes.setdefault(bare(tensor.key), set()).add(tensor.shape)
     # A model that is stored in two formats counts once: the message compares numbers of parameters.
-    families: dict[tuple[object, int], dict[tuple[str, str], list[ModelTensor]]] = {}
+    families: dict[tuple[object, ...], dict[tuple[str, str], list[ModelTensor]]] = {}
     for one in own:
-        formats = families.setdefault((one.name.model or one.path, one.name.index), {})
+        family = (one.path.parent, one.name.model or one.path, one.name.index)
+        formats = families.setdefault(family, {})
         formats.setdefault((one.name.stem, one.name.suffix), []).extend(_of_file(one))
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     counts = Counter(tensor.shape for tensor in in_folders)
@@ -197,7 +207,8 @@ def _weights_of(
             largest |= Counter(tensor.shape for tensor in in_format)
         counts += largest
     dcp = {state.path for state in sharded}
-    files = [one for one in own if one.role is Role.MODEL]
+    files = [one for one in own if one.role is Role.MODEL or _is_of_hook(one)]
+    is_of_library = is_of_trainer or any(map(_is_of_transformers, own))
     return Weights(
         shapes=shapes,
         counts=counts,
@@ -206,12 +217,18 @@ def _weights_of(
         tensors=len(in_folders) + sum(max(map(len, formats.values())) for formats in families.values()),
         models=[in_folders, *(in_format for formats in families.values() for in_format in formats.values())],
         is_of_trainer=is_of_trainer,
-        are_converted=is_of_trainer and any(map(_is_converted, own)),
-        are_adapter=is_of_trainer and any(map(_is_adapter, own)),
+        are_converted=is_of_library and any(map(_is_converted, own)),
+        ranks=frozenset(
+            tensor.shape[0]
+            for one in filter(_is_lora, own)
+            for tensor in one.tensors
+            if tensor.shape and any(part in tensor.fqn for part in _FIRST_HALVES)
+        ),
+        are_adapter=(is_of_trainer and any(map(_is_adapter, own))) or any(map(_is_lora, own)),
         is_complete=(
             folder.only is None
             and (folder.is_save_state or (is_of_trainer and all(map(_is_as_trained, own))))
-            and bool(models or any(one.role is Role.MODEL or _is_adapter(one) for one in own))
+            and bool(models or files or any(map(_is_adapter, own)))
             and not has_deepspeed
             and not damaged
             and all(one.problem is None for one in own)
@@ -259,6 +276,22 @@ def _is_converted(component: Component) -> bool:
 def _is_adapter(component: Component) -> bool:
     """Return whether a file has the weights of an adapter, which PEFT's own loader reads."""
     return bool(component.tensors) and component.name.stem.startswith(_ADAPTER)
+
+
+def _is_lora(component: Component) -> bool:
+    """Return whether a file has the name that diffusers gives to LoRA weights, which hooks of its scripts save."""
+    return component.name.stem == LORA
+
+
+def _is_of_hook(component: Component) -> bool:
+    """Return whether a file has the name of a model's weights in a sub-folder, or of LoRA weights."""
+    is_below = component.name.is_of_library and len(component.path.parts) > 1
+    return component.role is not Role.WEIGHTS_INDEX and (is_below or _is_lora(component))
+
+
+def _is_of_transformers(component: Component) -> bool:
+    """Return whether transformers or a script saved a file in a sub-folder: diffusers has another name."""
+    return len(component.path.parts) > 1 and component.name.stem in ("model", "pytorch_model")
 
 
 def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
@@ -519,9 +552,26 @@ def _shapes(tensors: Iterable[ModelTensor], *, is_integer: bool | None = None) -
     return Counter(tensor.shape for tensor in tensors if is_integer in (None, tensor.is_integer))
 
 
+def _kept_elsewhere(saved: SavedOptimizer, weights: Weights) -> frozenset[str]:
+    """Return the parameters that are trained next to those of LoRA, none where they are most of the optimizer.
+
+    ``train_dreambooth_lora_sdxl_advanced.py`` of diffusers trains embeddings, and saves them outside the checkpoint.
+    """
+    strange = set()
+    for name, states in saved.states.items() if weights.ranks else ():
+        shapes = {shape for state, shape in states.items() if state in SHAPED and shape is not None}
+        if any(weights.every.isdisjoint([shape]) and weights.ranks.isdisjoint(shape) for shape in shapes):
+            strange.add(name)
+    return frozenset(strange) if 2 * len(strange) <= len(saved.states) else frozenset()
+
+
 def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFinding]:
     """Yield the parameters that no weights of a ``save_state`` folder or of the Trainer belong to."""
     is_of_trainer = str(one.path) == _OF_TRAINER
+    if strange := _kept_elsewhere(one, weights):
+        groups = tuple(tuple(name for name in group if name not in strange) for group in one.groups)
+        states = {name: states for name, states in one.states.items() if name not in strange}
+        one = replace(one, groups=groups, states=states)
     if not weights.is_complete or is_of_trainer is not weights.is_of_trainer:
         return
     every = dict.fromkeys([*one.parameters, *one.states])

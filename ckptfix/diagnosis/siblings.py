@@ -159,15 +159,15 @@ def _is_needed(root: Path, below: str, own: Names) -> bool:
     Its average does, or an optimizer without a model.
     """
     models = {name for name in own.folders if model_files(path.name for path in _names(root / name))}
-    if any(name != _without_average(name) == below for name in models):
+    if any(name != without_average(name) == below for name in models):
         return True
-    count = sum(name == _without_average(name) for name in models)
+    count = sum(name == without_average(name) for name in models)
     roles = Counter(role for role, _ in own.parts)
-    is_average = below != _without_average(below)
+    is_average = below != without_average(below)
     return not is_average and roles[Role.OPTIMIZER] == count + roles[Role.MODEL] + 1
 
 
-def _without_average(name: str) -> str:
+def without_average(name: str) -> str:
     """Return the name of the folder of the model of which a folder has the average, as diffusers' scripts call them."""
     return "_".join(word for word in name.split("_") if word != "ema")
 

@@ -140,7 +140,6 @@ FOLDERS: dict[str, dict[str, Content]] = {
     "ControlNet": {"config.json": UNET, "diffusion_pytorch_model.safetensors": None},
     "a checkpoint of ControlNet's training": {
         "random_states_0.pkl": None,
-        "optimizer.bin": None,
         "controlnet/config.json": UNET,
         "controlnet/diffusion_pytorch_model.safetensors": None,
     },

@@ -1,0 +1,245 @@
+"""Models that save hooks put into sub-folders of ``save_state``, as diffusers' scripts have ``unet`` and ``unet_ema``.
+
+Only the load hook of the script reads them, with ``from_pretrained``: a key too few or too many stops it (diffusers
+0.42). The optimizer shows which weights were trained, the checkpoints next to this one which keys a model has: they
+follow from its config.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.model_configs import ConfigOfModel, config_of_model, may_hold_weights
+from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
+from ckptfix.diagnosis.findings.misplaced import MisplacedEntry
+from ckptfix.diagnosis.optimizer_states import OptimizerReport, Weights, diagnose_optimizers, weights_of
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
+from ckptfix.diagnosis.siblings import without_average
+from ckptfix.errors import CkptfixError
+from ckptfix.storage.reading import store_of
+from ckptfix.tensors.parameter_names import SHAPED
+from ckptfix.wording import count_of
+
+
+class HookModel(NamedTuple):
+    """A sub-folder with weights. ``path``: relative to the checkpoint. ``findings``: about the folder alone."""
+
+    path: PurePosixPath
+    folder: CheckpointFolder
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def keys(self) -> dict[str, Shape]:
+        """The keys of its weights with their shapes, none where a file of a library cannot be read."""
+        files = list(filter(_is_of_library, self.folder.components))
+        if any(one.problem is not None for one in files):
+            return {}
+        return {tensor.fqn: tensor.shape for one in files for tensor in one.tensors}
+
+    @property
+    def weights(self) -> PurePosixPath:
+        """The first file of its weights."""
+        return self.path / next(filter(_is_of_library, self.folder.components)).path
+
+    @property
+    def config(self) -> ConfigOfModel | None:
+        """Its config as far as keys follow from it."""
+        return config_of_model(self.folder.root)
+
+
+def _is_of_library(component: Component) -> bool:
+    return component.name.is_of_library and component.role is not Role.WEIGHTS_INDEX
+
+
+def diagnose_hook_models(
+    folder: CheckpointFolder,
+    sharded: Sequence[DcpFolder],
+    optimizers: Sequence[SavedOptimizer],
+    models: Sequence[HookModel],
+    neighbours: Neighbours,
+    known: Sequence[Finding],
+    *,
+    has_deepspeed: bool,
+) -> OptimizerReport:
+    """Compare the models in sub-folders of ``save_state`` with its optimizers, and with the checkpoints next to it.
+
+    ``known``: the findings about the folder itself.
+    """
+    report = OptimizerReport([], [])
+    if not (models and folder.is_save_state) or folder.only is not None:
+        return report
+    averages = _averages(models)
+    trained = [model for model in models if model not in averages]
+    damaged = frozenset(finding.path for finding in known if finding.severity is Severity.ERROR)
+    damaged |= {
+        model.path / finding.path
+        for model in trained
+        for finding in model.findings
+        if finding.severity is Severity.ERROR
+    }
+    joined = _joined(folder, models, trained)
+    of_optimizers = diagnose_optimizers(joined, sharded, damaged, optimizers, has_deepspeed=has_deepspeed)
+    report.findings.extend(finding for finding in of_optimizers.findings if finding not in known)
+    report.unchecked.extend(of_optimizers.unchecked)
+    if optimizers and not of_optimizers.findings:
+        weights = weights_of(joined, sharded, damaged, has_deepspeed=has_deepspeed)
+        report.unchecked.extend(_unclear_fit(optimizers, weights, trained))
+    manifest = usable_manifest(folder.root)
+    if manifest is None or not manifest.is_of_a_save:
+        is_doubted = any(isinstance(finding, UnsavedParameters) for finding in of_optimizers.findings)
+        of_keys = [
+            *_unlike_averages(models, averages, is_doubted=is_doubted),
+            *_unlike_neighbours(models, neighbours, is_doubted=is_doubted),
+        ]
+        report.findings.extend({finding.path: finding for finding in of_keys}.values())
+    return report
+
+
+def _averages(models: Sequence[HookModel]) -> list[HookModel]:
+    """Return the averages of weights, which no optimizer trains: by their names, or else by the configs.
+
+    ``train_amused.py`` calls them ``ema_model``, next to ``transformer``.
+    """
+    named = [model for model in models if without_average(model.path.name) != model.path.name]
+    averages = named or [model for model in models if (config := model.config) and config.is_of_average]
+    return averages if len(averages) < len(models) else []
+
+
+def _joined(
+    folder: CheckpointFolder, models: Sequence[HookModel], trained: Iterable[HookModel]
+) -> CheckpointFolder:
+    """Return a folder with the weights of the models in its sub-folders as its own, by their paths from it."""
+    components, strays = [*folder.components], [*folder.strays]
+    subfolders = dict(folder.subfolders)
+    for model in trained:
+        components += (replace(one, path=model.path / one.path) for one in model.folder.components)
+        strays += (model.path / path for path in model.folder.strays)
+        subfolders |= {model.path / path: kind for path, kind in model.folder.subfolders.items()}
+    seen = {path for model in models for path in (model.path, *model.path.parents)}
+    unread = {
+        path: kind
+        for path, kind in subfolders.items()
+        if path not in seen
+        and (
+            kind != PLAIN_FOLDER or (folder.root / path).is_symlink() or may_hold_weights(folder.root / path)
+        )
+    }
+    return replace(folder, components=tuple(components), strays=tuple(strays), subfolders=unread)
+
+
+def _unclear_fit(
+    optimizers: Iterable[SavedOptimizer], weights: Weights, trained: Sequence[HookModel]
+) -> Iterator[str]:
+    """Yield in words that weights without moments may be fewer than were saved: frozen ones, or averages."""
+    if not weights.is_complete:
+        return
+    moments: Counter[Shape] = Counter()
+    for saved in optimizers:
+        for states in saved.states.values():
+            moments.update(
+                {shape for state, shape in states.items() if state in SHAPED and shape is not None}
+            )
+    frozen = (weights.counts - moments).total()
+    if moments and frozen:
+        yield (
+            f"whether {', '.join(f'{model.path}/' for model in trained)} lost frozen weights: the optimizers have no "
+            f"moments of {frozen} of {count_of(weights.tensors, 'tensor')}"
+        )
+
+
+def _unlike_neighbours(
+    models: Iterable[HookModel], neighbours: Neighbours, *, is_doubted: bool
+) -> Iterator[MisplacedEntry]:
+    """Yield the models with other keys or shapes than in all of the nearest saves, though their configs are equal.
+
+    Of two checkpoints either may be the changed one, unless the optimizer contradicts this one (``is_doubted``), or it
+    alone has one word before all of its keys.
+    """
+    for model in models:
+        own = model.keys
+        near: list[dict[str, Shape]] = []
+        for keys in _keys_near(model, neighbours) if own else ():
+            near.append(keys)
+            if keys == own:
+                break
+        if not near or near[-1] == own or any(keys != near[0] for keys in near):
+            continue
+        if len(near) > 1 or is_doubted or _is_prefixed(own, near[0]):
+            yield _of_keys(model, own, near[0], next_to_it(len(near)))
+
+
+def _keys_near(model: HookModel, neighbours: Neighbours) -> Iterator[dict[str, Shape]]:
+    """Yield the keys of a model in each of the nearest saves that has one with the same config."""
+    config = model.config
+    for neighbour in neighbours.nearest() if config is not None else ():
+        with suppress(CkptfixError, OSError), neighbour.opened() as root:
+            there = root / model.path
+            # In a store a header costs as many requests as a whole check of a small folder.
+            if store_of(root) is not None and _has_sizes(there, model.folder):
+                yield model.keys
+                continue
+            config_there = config_of_model(there)
+            if config_there is None or config is None or config_there.architecture != config.architecture:
+                continue
+            if keys := HookModel(model.path, scan_folder(there)).keys:
+                yield keys
+
+
+def _has_sizes(there: Path, folder: CheckpointFolder) -> bool:
+    """Return whether a folder has the files of weights of another one, in their sizes. Raises OSError."""
+    return all((there / one.path).stat().st_size == one.size for one in folder.components)
+
+
+def _unlike_averages(
+    models: Sequence[HookModel], averages: Iterable[HookModel], *, is_doubted: bool
+) -> Iterator[MisplacedEntry]:
+    """Yield the averages, or their models, that have other keys or shapes than the other of the two.
+
+    ``is_doubted``: the optimizer contradicts the models.
+    """
+    by_path = {model.path: model for model in models}
+    for average in averages:
+        model = by_path.get(average.path.parent / without_average(average.path.name))
+        if model is None or model is average:
+            continue
+        config, config_of_base = average.config, model.config
+        if config is None or config_of_base is None or config.architecture != config_of_base.architecture:
+            continue
+        keys, expected = average.keys, model.keys
+        if not keys or not expected or keys == expected:
+            continue
+        if is_doubted or keys.items() > expected.items() or _is_prefixed(expected, keys):
+            yield _of_keys(model, expected, keys, f"{average.path}/")
+        else:
+            yield _of_keys(average, keys, expected, f"{model.path}/")
+
+
+def _is_prefixed(own: Iterable[str], expected: Iterable[str]) -> bool:
+    """Return whether one word is before all keys, and not before those that are expected."""
+    first, expected_first = ({key.partition(".")[0] for key in keys} for keys in (own, expected))
+    return len(first) == 1 < len(expected_first)
+
+
+def _of_keys(
+    model: HookModel,
+    own: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    place: str,
+) -> MisplacedEntry:
+    strange = len(own.items() - expected.items())
+    words = f", {strange} of them with other keys or shapes" if strange else ""
+    return MisplacedEntry(
+        path=model.weights,
+        holds=f"{count_of(len(own), 'tensor')}{words}",
+        expected=f"{count_of(len(expected), 'tensor')}, as in {place}",
+        effect="from_pretrained fails in the load hook",
+    )
