@@ -16,7 +16,7 @@ from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.model_configs import ConfigOfModel, config_of_model, may_hold_weights
+from ckptfix.checkpoint.model_configs import CONFIG, ConfigOfModel, config_of_model, may_hold_weights
 from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
@@ -95,6 +95,7 @@ def diagnose_hook_models(
         report.unchecked.extend(_unclear_fit(optimizers, weights, trained))
     manifest = usable_manifest(folder.root)
     if manifest is None or not manifest.is_of_a_save:
+        report.findings.extend(_without_counters(models, neighbours))
         is_doubted = any(isinstance(finding, UnsavedParameters) for finding in of_optimizers.findings)
         of_keys = [
             *_unlike_averages(models, averages, is_doubted=is_doubted),
@@ -154,6 +155,53 @@ def _unclear_fit(
             f"whether {', '.join(f'{model.path}/' for model in trained)} lost frozen weights: the optimizers have no "
             f"moments of {frozen} of {count_of(weights.tensors, 'tensor')}"
         )
+
+
+def _without_counters(models: Sequence[HookModel], neighbours: Neighbours) -> Iterator[MisplacedEntry]:
+    """Yield the averages of weights whose config lacks what ``EMAModel.save_pretrained`` writes.
+
+    The config of their model has it instead, or the checkpoints next to this one have it. A run that began with an
+    exported average has it in both.
+    """
+    by_path = {model.path: model for model in models}
+    for path, model in by_path.items():
+        config = model.config
+        base = path.parent / without_average(path.name)
+        if base == path or config is None or config.is_of_average:
+            continue
+        config_of_base = by_path[base].config if base in by_path else None
+        if config_of_base is not None and config_of_base.is_of_average:
+            yield _of_counters(
+                path,
+                place=str(base / CONFIG),
+                remedy=f"give {base}/ and {path}/ each other's name, or their {CONFIG} where only these were exchanged",
+                exchanged_with=str(base / CONFIG),
+            )
+            continue
+        near = list(_configs_near(path, neighbours))
+        if near and all(config.is_of_average for config in near):
+            yield _of_counters(path, place=next_to_it(len(near)))
+
+
+def _of_counters(
+    path: PurePosixPath, *, place: str, remedy: str = "", exchanged_with: str = ""
+) -> MisplacedEntry:
+    return MisplacedEntry(
+        path=path / CONFIG,
+        holds="no counters of an average",
+        expected=f"decay and optimization_step, as in {place}",
+        effect="EMAModel.from_pretrained begins to count its steps anew, without an error",
+        remedy=remedy,
+        exchanged_with=exchanged_with,
+    )
+
+
+def _configs_near(path: PurePosixPath, neighbours: Neighbours) -> Iterator[ConfigOfModel]:
+    """Yield the config of a model in each of the nearest saves that has one."""
+    for neighbour in neighbours.nearest():
+        with suppress(CkptfixError, OSError), neighbour.opened() as root:
+            if (config := config_of_model(root / path)) is not None:
+                yield config
 
 
 def _unlike_neighbours(

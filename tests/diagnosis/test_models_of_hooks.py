@@ -19,7 +19,8 @@ from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from ckptfix import check
+from ckptfix import check, latest_checkpoint
+from ckptfix.errors import UsageError
 from tests.diagnosis.test_configs_of_hooks import problems
 from tests.stores.servers import upload_folder
 
@@ -292,3 +293,76 @@ def test_a_changed_model_of_a_new_config_is_healthy(tmp_path: Path) -> None:
     torch.save(optimizer.state_dict(), tmp_path / "checkpoint-2/optimizer.bin")
     assert json.loads((tmp_path / "checkpoint-2/unet/config.json").read_text())["layers_per_block"] == 2
     assert [problem for problem in problems(tmp_path / "checkpoint-2") if "unet/" in problem] == []
+
+
+def _exchange(folder: Path, first: str, second: str) -> None:
+    (folder / first).rename(folder / "third")
+    (folder / second).rename(folder / first)
+    (folder / "third").rename(folder / second)
+
+
+def _folders(folder: Path) -> None:
+    _exchange(folder, "unet", "unet_ema")
+
+
+def _configs(folder: Path) -> None:
+    _exchange(folder, "unet/config.json", "unet_ema/config.json")
+
+
+def _without_counters(folder: Path) -> None:
+    path = folder / "unet_ema/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "optimization_step"}))
+
+
+@pytest.mark.parametrize("change", [_folders, _configs, _without_counters])
+@pytest.mark.parametrize("others", [(), ("checkpoint-1",), ("checkpoint-3",)])
+@pytest.mark.filterwarnings("ignore")
+def test_an_average_without_its_counters(
+    change: Callable[[Path], None], others: Iterable[str], tmp_path: Path
+) -> None:
+    script = Script("unet", average="unet_ema")
+    for name in ("checkpoint-2", *others):
+        script.saved(tmp_path / name)
+    folder = tmp_path / "checkpoint-2"
+    assert problems(folder) == []
+    change(folder)
+    again = Script("unet", average="unet_ema")
+    again.accelerator.load_state(str(folder))
+    # Its average begins to count anew, without an error.
+    assert again.ema.optimization_step == 0
+    if change is _without_counters and not others:
+        assert problems(folder) == []
+        return
+    (problem,) = problems(folder)
+    assert problem.startswith("unet_ema/config.json: it holds no counters of an average (expected decay and")
+    assert ("it was exchanged with unet/config.json" in problem) is (change is not _without_counters)
+    if not others:
+        with pytest.raises(UsageError, match="no counters of an average"):
+            latest_checkpoint(tmp_path)
+    for name in others:
+        assert problems(tmp_path / name) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_began_with_an_average_is_healthy(tmp_path: Path) -> None:
+    """diffusers keeps the counters of an exported average in the config of the model that it loads."""
+    script = Script("unet", average="unet_ema")
+    script.saved(tmp_path / "first/checkpoint-1")
+    kind: Any = diffusers.UNet2DModel
+    kind.from_pretrained(tmp_path / "first/checkpoint-1/unet_ema").save_pretrained(tmp_path / "model")
+    assert "optimization_step" in json.loads((tmp_path / "model/config.json").read_text())
+    model = script.models["unet"]
+    model.register_to_config(**kind.from_pretrained(tmp_path / "model").config)
+    for step in (1, 2):
+        script.saved(tmp_path / f"second/checkpoint-{step}")
+        assert problems(tmp_path / f"second/checkpoint-{step}") == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_average_that_a_script_computes_itself_is_healthy(tmp_path: Path) -> None:
+    script = Script("unet")
+    for step in (1, 2):
+        folder = script.saved(tmp_path / f"checkpoint-{step}")
+        shutil.copytree(folder / "unet", folder / "unet_ema")
+        assert problems(folder) == []
