@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, LowerPrecision, MisplacedEntry, RoundedEntry
@@ -85,8 +86,17 @@ class _Entry(NamedTuple):
         )
         return have == expected
 
+    def is_wrapped_unlike(self, entry: "_Entry") -> bool:
+        """Return whether wrappers in the keys are all that differs."""
+        return self.shapes == entry.shapes and self.keys != entry.keys
+
     def difference(self, entry: "_Entry") -> tuple[str, str]:
         """Return in words what this one has, and what the other entry of its number has."""
+        if self.is_wrapped_unlike(entry):
+            key, *more = sorted(self.keys.keys() - entry.keys.keys())
+            key_there = next(name for name in entry.keys if bare(name) == bare(key))
+            words = f"{1 + len(more)} of {count_of(len(self.keys), 'key')}"
+            return f"{words} with other wrappers, such as {key!r}", repr(key_there)
         if self.saved is None or entry.saved is None:
             strange = len(self.keys.items() - entry.keys.items())
             words = f", {strange} of them with other keys or shapes" if strange else ""
@@ -136,6 +146,7 @@ class _Neighbour(NamedTuple):
     folder: CheckpointFolder
     is_earlier: bool
     is_in_order: bool
+    is_repaired: bool
 
 
 def diagnose_exchanged(
@@ -184,11 +195,13 @@ def diagnose_exchanged(
         ]
         if own and known:
             compared.append((components[0].role, own, known))
+    manifest = usable_manifest(folder.root)
     change = _Change(
         is_excluded=is_contradicted,
         has_same_optimizers=_are_alike(Role.OPTIMIZER, compared),
         has_same_models=_are_alike(Role.MODEL, compared),
-        is_renamed_by_repair=is_repaired(folder.root),
+        is_renamed_by_repair=is_repaired(folder.root) or any(neighbour.is_repaired for neighbour in near),
+        is_recorded=manifest is not None and manifest.is_of_a_save,
     )
     for role, own, known in compared:
         yield from _misplaced(
@@ -206,13 +219,14 @@ class _Change(NamedTuple):
 
     ``is_excluded``: the folder contradicts itself, which no script does. ``has_same_optimizers``, ``has_same_models``:
     as the nearest checkpoint, so that the script did not change both. ``is_renamed_by_repair``: a repair may have
-    renamed the keys.
+    renamed the keys. ``is_recorded``: a guarded save recorded its files, and a guarded load adds and removes wrappers.
     """
 
     is_excluded: bool
     has_same_optimizers: bool
     has_same_models: bool
     is_renamed_by_repair: bool
+    is_recorded: bool
 
     def is_alone(self, role: Role) -> bool:
         """Return whether entries of this role alone differ: no script changes its models or its optimizers alone."""
@@ -269,7 +283,7 @@ def _neighbours(
             if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
             there = neighbour.scan(*_ROLES, root=root)
-            near.append(_Neighbour(there, neighbour.is_before, _is_in_order(there)))
+            near.append(_Neighbour(there, neighbour.is_before, _is_in_order(there), is_repaired(root)))
     return near
 
 
@@ -347,12 +361,13 @@ def _misplaced(
     is_newest = all(is_earlier for is_earlier, _ in near)
     for number, entry in enumerate(own):
         expected = near[0][1][number]
+        # load_state of accelerate takes no other wrappers, so that a run begins and ends with the same.
         is_wrapped = (
-            is_between
+            len(near) > 1
+            and (is_between or (change.is_alone(role) and not change.is_recorded))
             and not change.is_renamed_by_repair
             and all(there[number].keys == expected.keys for _, there in near)
-            and entry.shapes == expected.shapes
-            and entry.keys != expected.keys
+            and entry.is_wrapped_unlike(expected)
         )
         agree = all(expected.is_alike(there[number]) for _, there in near)
         if not agree or (not is_wrapped and any(entry.is_alike(there[number]) for _, there in near)):
@@ -387,10 +402,17 @@ def _misplaced(
             continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
-        is_wrong = is_emptied or (len(near) > 1 and (is_between or change.is_excluded or is_other))
+        is_wrong = (
+            is_emptied or is_wrapped or (len(near) > 1 and (is_between or change.is_excluded or is_other))
+        )
+        is_strippable = is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
         holds, wanted = entry.difference(expected)
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
-            path=entry.path, holds=holds, expected=f"{wanted}, as in {known_by}", effect=effect
+            path=entry.path,
+            holds=holds,
+            expected=f"{wanted}, as in {known_by}",
+            effect=effect,
+            remedy="ckptfix repair DIR --keys bare" if is_strippable else "",
         )
 
 
@@ -437,3 +459,8 @@ def _is_rounded(dtype: str, expected: str) -> bool:
     """Return whether a conversion between two floating point types loses digits: also between F16 and BF16."""
     are_floats = all(name.startswith(("F", "BF")) and name in DTYPE_BITS for name in (dtype, expected))
     return are_floats and dtype != expected and DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
+
+
+def _has_wrappers(keys: Collection[str]) -> bool:
+    """Return whether a repair removes wrappers from keys: one that all begin with, or those of torch in the middle."""
+    return bool(common_wrappers(keys) or inner_wrappers(keys))
