@@ -245,7 +245,7 @@ def _parameters_of(model: Component) -> "dict[str, TensorInfo]":
     for tensor in model.tensors:
         place = tensor.data_offsets
         is_known = place is not None and place[0] < place[1] and place in ranges
-        if is_known or tensor.fqn.endswith(_BUFFERS) or tensor.dtype in ("BOOL", "I32", "I64"):
+        if is_known or tensor.fqn.endswith(BUFFERS) or tensor.dtype in ("BOOL", "I32", "I64"):
             continue
         found[strip(tensor.fqn)] = tensor
         if place is not None:
@@ -253,7 +253,7 @@ def _parameters_of(model: Component) -> "dict[str, TensorInfo]":
     return found
 
 
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalisations. Others look like parameters."""
 
 
@@ -464,7 +464,7 @@ class Evidence:
 
         Running statistics change in every forward pass, at a learning rate of 0, too.
         """
-        if not any(tensor.fqn.endswith(_BUFFERS) for tensor in original.tensors):
+        if not any(tensor.fqn.endswith(BUFFERS) for tensor in original.tensors):
             return True
         parameters = tuple(self._parameters(original).values())
         sampled = parameters[:: max(1, len(parameters) // _MOST_SAMPLED)][:_MOST_SAMPLED]

@@ -14,12 +14,14 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.entries import shapes_of
 from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
-from ckptfix.checkpoint.keys import is_flat_name
+from ckptfix.checkpoint.keys import common_wrappers, is_flat_name
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS
 from ckptfix.checkpoint.run_states import parameter_names
+from ckptfix.checkpoint.second_prepare import BUFFERS
 from ckptfix.checkpoint.state_contents import may_hide_weights
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
@@ -62,6 +64,8 @@ _CONVERTED = (
 """Parts of keys in files of models of which transformers 5 joins tensors into one parameter, or splits one."""
 _FIRST_HALVES = (".lora_A.", ".lora.down.")
 """Parts of keys of matrices whose first dimension is the rank of LoRA: those of PEFT, and former ones of diffusers."""
+_NOT_AVERAGED = (*BUFFERS, "n_averaged")
+"""Keys that an average may lack, and the counter of torch's AveragedModel."""
 _OF_TRAINER = "optimizer.pt"
 """The optimizer of the Trainer, but with FSDP and DeepSpeed."""
 
@@ -140,8 +144,17 @@ def diagnose_optimizers(
     if not optimizers:
         return report
     weights = weights_of(folder, sharded, damaged, has_deepspeed=has_deepspeed)
+    averages = _unlike_their_model(folder)
+    components = tuple(one for one in folder.components if one.path not in averages)
+    weights_of_models = (
+        weights_of(replace(folder, components=components), sharded, damaged, has_deepspeed=has_deepspeed)
+        if averages and len(optimizers) <= sum(one.role is Role.MODEL for one in components)
+        else None
+    )
     for optimizer in optimizers:
         findings = list(judge(optimizer, weights, _named(folder, optimizer)))
+        if not findings and weights_of_models is not None and _fits_any(optimizer, averages.values()):
+            findings = list(judge(optimizer, weights_of_models, _named(folder, optimizer)))
         report.findings.extend(findings)
         strange = _kept_elsewhere(optimizer, weights)
         if strange and not findings:
@@ -238,6 +251,42 @@ def weights_of(
             and not any(path.name.endswith((*OTHER_WEIGHTS, REPORT)) for path in folder.strays)
         ),
     )
+
+
+def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter[Shape]]:
+    """Return the averages in custom objects that have the keys of a model, and the shapes of none: path -> shapes.
+
+    An EMA of diffusers or of a script has the shapes of its model, which otherwise may be that of another run. A module
+    that a script registers has its keys at the top, and may be trained itself.
+    """
+    models = [
+        {bare(tensor.fqn): tensor.shape for tensor in one.tensors if not tensor.fqn.endswith(_NOT_AVERAGED)}
+        for one in folder.components
+        if one.role is Role.MODEL
+    ]
+    averages: dict[PurePosixPath, Counter[Shape]] = {}
+    for component in folder.components:
+        for scope in component.scopes if component.role is Role.CUSTOM else ():
+            tensors = {
+                key: shape
+                for key, shape in shapes_of(component, scope.path).items()
+                if shape is not None and not key.endswith(_NOT_AVERAGED)
+            }
+            shapes = {bare(key): shape for key, shape in tensors.items()}
+            alike = [model for model in models if model.keys() == shapes.keys()]
+            if (scope.path or common_wrappers(tensors)) and alike and shapes not in alike:
+                averages[component.path] = Counter(shapes.values())
+    return averages
+
+
+def _fits_any(saved: SavedOptimizer, averages: Iterable[Counter[Shape]]) -> bool:
+    """Return whether the moments of an optimizer are those of the parameters of an average."""
+    moments = Counter(
+        shape
+        for states in saved.states.values()
+        for shape in {shape for state, shape in states.items() if state in SHAPED and shape is not None}
+    )
+    return bool(moments) and any(moments <= average for average in averages)
 
 
 def _holds_nothing(component: Component) -> bool:

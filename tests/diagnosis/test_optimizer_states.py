@@ -235,6 +235,61 @@ def test_the_state_of_a_custom_object_in_place_of_a_model_is_told(tmp_path: Path
     assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
 
 
+def mlp(width: int) -> Any:
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3, bias=False)
+    )
+
+
+def averages(model: Any) -> dict[str, Any]:
+    """Return custom objects with an average of a model, in forms of scripts and libraries."""
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    return {
+        "parameters": Kept(
+            {"decay": 0.9, "shadow": {key: state[key] for key, _ in model.named_parameters()}}
+        ),
+        "with buffers": Kept({"steps": 3, "ema": {"model": state}}),
+        "of torch": torch.optim.swa_utils.AveragedModel(model),
+    }
+
+
+@pytest.mark.parametrize("form", ["parameters", "with buffers", "of torch"])
+@pytest.mark.parametrize("names", [("model",), ("model", "model_1")])
+def test_a_model_of_another_run_is_told_next_to_an_average(
+    form: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    models = [mlp(6), mlp(5)][: len(names)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    root = save(tmp_path / "checkpoint", models, optimizers, custom=(averages(models[0])[form],))
+    assert found(root) == []
+    strange = save(tmp_path / "strange", [mlp(7)], [])
+    shutil.copy(strange / "model.safetensors", root)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(mlp(6))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        accelerator.load_state(str(root))
+    assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
+
+
+def test_networks_with_the_keys_of_the_model_in_a_custom_object_are_healthy(tmp_path: Path) -> None:
+    """One optimizer trains all of them, or each has its own, and only the first is prepared."""
+    models = [mlp(6), mlp(5), mlp(7)]
+    kept = Kept({"nets": {str(number): model.state_dict() for number, model in enumerate(models[1:])}})
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    step(torch.nn.ModuleList(models), optimizer)
+    assert found(save(tmp_path / "one", models[:1], [optimizer], custom=(kept,))) == []
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    assert found(save(tmp_path / "each", models[:1], optimizers, custom=(kept,))) == []
+    # A teacher that is prepared, and a student that is registered and trained.
+    step(models[1], optimizers[1])
+    assert found(save(tmp_path / "student", models[:1], optimizers[1:2], custom=(models[1],))) == []
+
+
 @pytest.mark.parametrize("form", ["list", "list next to a tensor", "numpy", "dict of dicts"])
 def test_weights_in_a_custom_object_of_any_form_are_healthy(form: str, tmp_path: Path) -> None:
     model, loss = net(), torch.nn.Bilinear(4, 9, 2)
