@@ -5,6 +5,7 @@ complete model are judged per group: the wrapper of its keys, two keys that woul
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain as concatenated
@@ -56,7 +57,8 @@ class ModelFiles:
     ``index_path``: the path of their index, even if missing; None for a file that needs no index. ``index``: the
     index, readable or not, None when it is missing. ``missing``: absent files that the index or the shards' numbers
     promise. ``rivals``: the number of shard sets that could claim the same index. ``stale_of``: the index that names
-    other shards. ``replaced``: the file or index of another save, where shards of this one are gone.
+    other shards. ``replaced``: the file or index of another save, where shards of this one are gone. ``renamed``: the
+    member -> the missing file whose listed keys it holds.
     """
 
     members: tuple[Component, ...]
@@ -66,6 +68,7 @@ class ModelFiles:
     rivals: int = 1
     stale_of: PurePosixPath | None = None
     replaced: Replacement | None = None
+    renamed: Mapping[PurePosixPath, str] = field(default_factory=dict)
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict, repr=False)
@@ -196,6 +199,7 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
     in_parts = tuple(component for component in folder.components if component.name.is_of_parts)
     groups += [ModelFiles(members=in_parts)] if in_parts else []
     used = {component.path for component in in_parts}
+    renamed = _renamed(folder)
     for component in folder.components:
         if isinstance(component.content, WeightsIndex):
             listed = set(component.content.weight_map.values())
@@ -203,7 +207,7 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
                 # A repair by ckptfix 0.5.0 wrote it; no loader reads it.
                 used.add(component.path)
                 continue
-            found = _indexed(folder, component, component.content, sets)
+            found = _indexed(folder, component, component.content, sets, renamed)
             groups += found
             used |= {member.path for group in found for member in group.members} | {component.path}
     groups += _unindexed(folder, sets, used)
@@ -212,6 +216,50 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
         ModelFiles(members=(component,)) for component in folder.components if component.path not in used
     ]
     return tuple(_replaced(folder, groups))
+
+
+def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePosixPath, str]]:
+    """Return index -> file -> the missing shard of which this file alone holds exactly the listed keys.
+
+    Where the index counts the bytes of all tensors, those of the files must add up to no more.
+    """
+    indexes = {
+        component.path: content
+        for component in folder.components
+        if isinstance(content := component.content, WeightsIndex)
+    }
+    there = {str(path) for path in (*folder.strays, *folder.subfolders)}
+    there |= {str(component.path) for component in folder.components}
+    if all(there.issuperset(index.weight_map.values()) for index in indexes.values()):
+        return {}
+    promised = {name for index in indexes.values() for name in index.weight_map.values()}
+    holders: dict[frozenset[str], list[Component]] = {}
+    for file in folder.components:
+        may_be_shard = file.role is Role.UNKNOWN or _shard_set(file) is not None
+        if may_be_shard and file.problem is None and file.tensors and str(file.path) not in promised:
+            holders.setdefault(frozenset(tensor.fqn for tensor in file.tensors), []).append(file)
+    renamed: dict[PurePosixPath, dict[PurePosixPath, str]] = {}
+    for path, index in indexes.items():
+        keys: dict[str, set[str]] = {}
+        for fqn, name in index.weight_map.items():
+            keys.setdefault(name, set()).add(fqn)
+        files: dict[str, Component] = {}
+        for name in keys.keys() - there:
+            alike = holders.get(frozenset(keys[name]), [])
+            if len(alike) == 1 and alike[0].name.suffix == PurePosixPath(name).suffix:
+                files[name] = alike[0]
+        listed = [component for component in folder.components if str(component.path) in keys]
+        group = ModelFiles(
+            members=(*listed, *files.values()), index_path=path, index=component_at(folder, str(path))
+        )
+        if not group.total_size or group.stored_size <= group.total_size:
+            renamed[path] = {file.path: name for name, file in files.items()}
+    # The shards of two models have the same keys: whose file it is, is not clear.
+    count = Counter(file for files in renamed.values() for file in files)
+    return {
+        path: {file: name for file, name in files.items() if count[file] == 1}
+        for path, files in renamed.items()
+    }
 
 
 def _replaced(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Sequence[ModelFiles]:
@@ -293,8 +341,11 @@ def _indexed(
     index: Component,
     content: WeightsIndex,
     sets: Mapping[ShardSet, list[Component]],
+    renamed_of: Mapping[PurePosixPath, Mapping[PurePosixPath, str]],
 ) -> list[ModelFiles]:
     """Return the group that an index lists, and the shards next to it from another save."""
+    renamed = renamed_of.get(index.path, {})
+    of_others = {path for files in renamed_of.values() for path in files}
     promised = set(content.weight_map.values())
     named = [
         component
@@ -308,7 +359,9 @@ def _indexed(
         component
         for shard_set, shards in sets.items()
         for component in shards
-        if str(component.path) not in promised and (shard_set in of_named or _can_list(index, shards))
+        if str(component.path) not in promised
+        and component.path not in of_others
+        and (shard_set in of_named or _can_list(index, shards))
     ]
     held = {tensor.fqn for component in named for tensor in component.tensors}
     is_complete = bool(named) and content.weight_map.keys() <= held
@@ -320,11 +373,13 @@ def _indexed(
     ]
     members = _ordered([*named, *(component for component in others if component not in stale)])
     absent = tuple(sorted(promised - {str(component.path) for component in named}))
-    group = ModelFiles(members=members, index_path=index.path, index=index, missing=absent)
+    unlisted = _unnumbered(members, promised) if named else []
+    members += _ordered([component for component in folder.components if component.path in renamed])
+    group = ModelFiles(members=members, index_path=index.path, index=index, missing=absent, renamed=renamed)
     # Shards that were merged keep numbers of more: loaders go by the index, and ask for no other file. It lists only a
     # part of the model if the tensors of the model have more bytes.
     if absent or group.lost or group.stored_size < (group.total_size or 0):
-        group = replace(group, missing=(*absent, *_unnumbered(members, promised)))
+        group = replace(group, missing=(*absent, *unlisted))
     return [group, *(ModelFiles(members=(component,), stale_of=index.path) for component in stale)]
 
 
@@ -333,7 +388,11 @@ def _unindexed(
 ) -> Iterator[ModelFiles]:
     """Return the sets of shards that no readable index lists."""
     by_path = {component.path: component for component in folder.components}
-    left = {shard_set: shards for shard_set, shards in sets.items() if shards[0].path not in used}
+    left = {
+        shard_set: shards
+        for shard_set, shards in sets.items()
+        if used.isdisjoint(shard.path for shard in shards)
+    }
     for shards in left.values():
         paths = [PurePosixPath(name) for name in shards[0].name.index_names]
         path = next((path for path in paths if path in by_path), paths[0])

@@ -291,7 +291,9 @@ class Models:
         unread: dict[str, Lost] = {}
         for member in group.members:
             try:
-                dicts += [(str(member.path), one) for one in self._read(member)]
+                # A file with exactly the keys of a missing shard is that shard under another name.
+                file = group.renamed.get(member.path, str(member.path))
+                dicts += [(file, one) for one in self._read(member)]
             except (FormatError, OSError) as error:
                 problem = wrong.get(member.path)
                 reason = problem.reason if problem is not None else str(error)

@@ -8,10 +8,11 @@ and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetens
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.entries import ModelFiles, Replacement, stored_size
-from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.folder import Component, is_unreadable
+from ckptfix.checkpoint.entries import ModelFiles, Replacement
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.folder import is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
+from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
@@ -40,7 +41,6 @@ def diagnose_shards(
     shards, not samples of them. Raises OSError.
     """
     findings: list[Finding] = []
-    single = [group.members[0] for group in groups if group.index_path is None and group.stale_of is None]
     for group in groups:
         if group.stale_of is not None:
             findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
@@ -52,10 +52,22 @@ def diagnose_shards(
         elif group.index_path is not None and group.replaced is not None:
             findings.append(_left_over(group, group.index_path, group.replaced))
         elif group.index_path is not None and group.missing:
-            findings += _missing(group, group.index_path, existing, single)
+            findings += _missing(group, group.index_path, existing)
         elif group.index_path is not None and group.is_whole:
-            findings += _diagnose_index(root, group, group.index_path, data=data)
+            twin = _twin(group, groups) if group.index is None else None
+            findings += _diagnose_index(root, group, group.index_path, twin, data=data)
     return findings
+
+
+def _twin(group: ModelFiles, groups: Iterable[ModelFiles]) -> PurePosixPath | None:
+    """Return the index that lacks its shards and lists the keys of shards whose own index no loader looks for."""
+    name = parse_file_name(group.path.name)
+    if name is None or kind_of(name) is not None:
+        return None
+    keys = {tensor.fqn for member in group.members for tensor in member.tensors}
+    return next(
+        (lacking.index_path for lacking in groups if lacking.missing and keys == lacking.listed.keys()), None
+    )
 
 
 def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) -> LeftoverIndex:
@@ -79,10 +91,7 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
 
 
 def _missing(
-    group: ModelFiles,
-    index_path: PurePosixPath,
-    existing: Collection[PurePosixPath],
-    single: Iterable[Component],
+    group: ModelFiles, index_path: PurePosixPath, existing: Collection[PurePosixPath]
 ) -> Iterator[MissingShard]:
     for name in group.missing:
         if PurePosixPath(name) in existing:
@@ -98,35 +107,16 @@ def _missing(
         others=gone[1:],
         named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
         tensors=sum(1 for name in group.listed.values() if name in by_index),
-        renamed=tuple(_renamed_shards(group, gone, single)),
+        renamed=tuple(
+            RenamedShard(path, name, sum(1 for listed in group.listed.values() if listed == name))
+            for path, name in sorted(group.renamed.items(), key=lambda file: file[1])
+        ),
     )
 
 
-def _renamed_shards(
-    group: ModelFiles, gone: Sequence[str], single: Iterable[Component]
-) -> Iterator[RenamedShard]:
-    """Yield the missing shards of which one file of another name holds exactly the listed keys.
-
-    Where the index counts the bytes of all tensors, those of the files must add up to no more.
-    """
-    keys: dict[str, set[str]] = {name: set() for name in gone}
-    for fqn, name in group.listed.items():
-        if name in keys:
-            keys[name].add(fqn)
-    free: dict[frozenset[str], list[Component]] = {}
-    for file in single:
-        if file.role is Role.UNKNOWN and file.problem is None and file.tensors:
-            free.setdefault(frozenset(tensor.fqn for tensor in file.tensors), []).append(file)
-    room = group.total_size - group.stored_size if group.total_size else None
-    for name, wanted in keys.items():
-        holders = free.get(frozenset(wanted), [])
-        if len(holders) != 1 or holders[0].name.suffix != PurePosixPath(name).suffix:
-            continue
-        if room is None or stored_size(holders) <= room:
-            yield RenamedShard(holders[0].path, name, len(wanted))
-
-
-def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data: bool) -> Sequence[Finding]:
+def _diagnose_index(
+    root: Path, group: ModelFiles, path: PurePosixPath, twin: PurePosixPath | None, *, data: bool
+) -> Sequence[Finding]:
     if group.index is not None and is_unreadable(group.index):
         return ()  # an index that may not be read is not rewritten
     holders: dict[str, dict[str, TensorInfo]] = {}
@@ -189,6 +179,7 @@ def _diagnose_index(root: Path, group: ModelFiles, path: PurePosixPath, *, data:
             without_metadata=without_metadata,
             unread=unread,
             refused=refused,
+            twin=twin,
             is_read_in_part=bool(skipped and not unloaded),
         )
         return (mismatch,)

@@ -256,7 +256,7 @@ def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifes
         path=path,
         is_model=own,
         files=len(members),
-        unread=len(group.members) - len(members) + len(group.missing),
+        unread=len(group.members) - len(members) + len(group.missing) - len(group.renamed),
         ranks=len({member.name.rank for member in group.members}) if group.is_in_parts else None,
         kind=_recorded(manifest, str(path), {str(one.path): one.size for one in files}),
         tensors=dtypes.total(),

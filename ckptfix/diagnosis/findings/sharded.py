@@ -56,10 +56,16 @@ class MissingShard(Finding):
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
         lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
         lost += f": {list_names(self.holds)}" if self.holds else ""
-        for shard in self.renamed:
+        if len(self.renamed) == 1:
+            (shard,) = self.renamed
             whose = f"the {count_of(shard.tensors, 'tensor')} of {shard.name}"
             whose = whose if self.others else f"its {count_of(shard.tensors, 'tensor')}"
             lost += f"; {str(shard.path)!r} holds {whose}"
+        elif self.renamed:
+            whose = "them" if self._is_renamed_alone else f"those of {len(self.renamed)} of the shards"
+            lost += (
+                f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose} under other names"
+            )
         return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
 
     @property
@@ -69,21 +75,26 @@ class MissingShard(Finding):
             return f"copy {self.named_by} and the shards again from where they came"
         if self.renamed:
             renames = [f"rename {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
-            rest = [] if self._is_renamed_alone else ["copy the other shards again from where they came"]
-            return "; ".join([*renames, *rest])
+            return "; ".join([*renames, *self._rest])
         return (
             "copy the shard again from where it came; loading without it leaves random weights in the model"
         )
 
+    @property
+    def _rest(self) -> tuple[str, ...]:
+        return () if self._is_renamed_alone else ("copy the other shards again from where they came",)
+
     def advice_at(self, path: str) -> str:
         """Return the advice with the commands that rename shards; a store has no such command."""
-        if not self._is_renamed_alone or looks_like_url(path):
+        if not self.renamed or looks_like_url(path):
             return self.advice
         folder = Path(path)
-        return "; ".join(
-            f"rename {str(shard.path)!r}: mv {shell_path(folder / shard.path)} {shell_path(folder / shard.name)}"
+        commands = " && ".join(
+            f"mv {shell_path(folder / shard.path)} {shell_path(folder / shard.name)}"
             for shard in self.renamed
         )
+        files = "the files" if len(self.renamed) > 1 else repr(str(self.renamed[0].path))
+        return "; ".join([f"rename {files}: {commands}", *self._rest])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +105,8 @@ class IndexMismatch(Finding):
     ``metadata``, into which transformers and diffusers write. ``unread``: a ``.bin`` file among safetensors files,
     which transformers reads as safetensors. ``copies``: the shards that hold the first of the ``doubled`` tensors.
     ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions pass over them.
-    ``refused``: its paths to files in the folder, such as ``./x``, if diffusers refuses them.
+    ``refused``: its paths to files in the folder, such as ``./x``, if diffusers refuses them. ``twin``: an index of the
+    same keys whose shards are missing; loaders look for that one, and for a missing one of this name none does.
     """
 
     code = "index-mismatch"
@@ -117,11 +129,12 @@ class IndexMismatch(Finding):
     copies: tuple[str, ...] = ()
     is_read_in_part: bool = False
     refused: tuple[str, ...] = ()
+    twin: PurePosixPath | None = None
 
     @property
     def is_fixable(self) -> bool:
         """True when the headers alone say what the index should be, so that a plain repair writes it."""
-        return not (self.lost or self.doubled or self.unread) and self.rivals == 1
+        return not (self.lost or self.doubled or self.unread or self.twin) and self.rivals == 1
 
     @property
     def is_salvageable(self) -> bool:
@@ -173,6 +186,11 @@ class IndexMismatch(Finding):
             return ""
         if self.rivals > 1:
             return "not rebuilt: set the shards of all but one save aside, then repair"
+        if self.twin:
+            return (
+                f"not written: no loader looks for it; if these are the shards that {self.twin} lists, give them the "
+                "names in it"
+            )
         if self.unread:
             return (
                 "accelerate.load_checkpoint_in_model reads each file by its ending: load the model with it, and save "

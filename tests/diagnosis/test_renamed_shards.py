@@ -1,0 +1,143 @@
+"""Shards under other names than their index lists: named with the commands that bring them back."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix import check, repair, salvage
+from tests.diagnosis.test_odd_indexes import KINDS, Diffusers, Folder, Library, Transformers, read, write
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[type[Library], str], tuple[Library, Folder]]:
+    folders: dict[tuple[type[Library], str], tuple[Library, Folder]] = {}
+    for kind, suffix in KINDS:
+        library = kind()
+        root = tmp_path_factory.mktemp(kind.__name__)
+        folders[kind, suffix] = library, library.save(root / "model", suffix)
+    return folders
+
+
+def copy_of(source: Folder, path: Path) -> Folder:
+    return replace(source, path=Path(shutil.copytree(source.path, path)))
+
+
+def rename(folder: Folder, name: Callable[[str], str], *numbers: int) -> None:
+    for number in numbers or (1, 2, 3):
+        shard = folder.shard(number)
+        shard.rename(folder.path / name(shard.name))
+
+
+NAMES: dict[str, Callable[[str], str]] = {
+    "another stem": lambda name: f"my{name}",
+    "the stem of the other format": lambda name: f"pytorch_{name}",
+    "another total": lambda name: name.replace("-of-00003", "-of-00004"),
+    "a smaller total": lambda name: name.replace("-of-00003", "-of-00002"),
+    "capitals": lambda name: name.replace("-of-", "-OF-"),
+}
+
+
+def findings(folder: Folder) -> list[Any]:
+    return list(check(folder.path).all_findings)
+
+
+@pytest.mark.parametrize("numbers", [(), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kind", "suffix"), [(Transformers, ".safetensors"), (Diffusers, ".bin")])
+def test_renamed_shards_are_named_with_the_commands_that_rename_them(
+    saved: Any, tmp_path: Path, kind: type[Library], suffix: str, name: str, numbers: tuple[int, ...]
+) -> None:
+    library, source = saved[kind, suffix]
+    folder = copy_of(source, tmp_path / "model")
+    rename(folder, NAMES[name], *numbers)
+    assert not library.is_loaded(folder)
+    (finding,) = findings(folder)
+    assert finding.code == "missing-shard"
+    assert not finding.is_salvageable
+    before = sorted(path.name for path in folder.path.iterdir())
+    assert repair(folder.path).status == 1
+    assert sorted(path.name for path in folder.path.iterdir() if path.name != ".ckptfix") == before
+    salvaged = salvage(folder.path, tmp_path / "salvaged")
+    assert not salvaged.lost
+    _, _, command = finding.advice_at(str(folder.path)).partition(": ")
+    subprocess.run(command, shell=True, check=True)
+    assert findings(folder) == []
+    assert library.is_loaded(folder)
+
+
+def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    rename(folder, NAMES["another total"], 1, 2)
+    folder.shard(3).unlink()
+    (finding,) = findings(folder)
+    assert str(finding).endswith(
+        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold those of 2 of the shards under "
+        "other names"
+    )
+    advice = finding.advice_at(str(folder.path))
+    assert advice.startswith(f"rename the files: mv {folder.path}/model-00001-of-00004.safetensors ")
+    assert advice.endswith("; copy the other shards again from where they came")
+    assert finding.is_salvageable
+    # A store has no such command.
+    assert finding.advice_at("s3://bucket/model").startswith(
+        "rename 'model-00001-of-00004.safetensors' to model-"
+    )
+    lost = salvage(folder.path, tmp_path / "salvaged").lost
+    assert {file for file, *_ in lost} == {folder.shard(3).name}
+
+
+def test_no_index_is_written_under_a_name_of_which_another_index_has_the_keys(
+    saved: Any, tmp_path: Path
+) -> None:
+    """Two files with the keys of each missing shard: which of them was renamed is not clear."""
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    for number in (1, 2, 3):
+        shutil.copy(folder.shard(number), folder.path / f"my{folder.shard(number).name}")
+    rename(folder, NAMES["the stem of the other format"])
+    kinds = {(one.code, str(one.path)) for one in findings(folder)}
+    names = ("mymodel.safetensors.index.json", "pytorch_model.safetensors.index.json")
+    assert kinds == {("missing-shard", folder.shard(1).name), *(("index-mismatch", name) for name in names)}
+    assert repair(folder.path).status == 1
+    assert not any((folder.path / name).exists() for name in names)
+    for path in folder.path.glob("mymodel*"):
+        path.unlink()
+    (finding,) = findings(folder)
+    subprocess.run(finding.advice_at(str(folder.path)).partition(": ")[2], shell=True, check=True)
+    assert library.is_loaded(folder)
+
+
+def test_the_only_index_of_shards_of_any_name_is_written(saved: Any, tmp_path: Path) -> None:
+    """``load_checkpoint_in_model`` takes the only index of a folder."""
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    (folder.path / "config.json").unlink()
+    folder.index.unlink()
+    rename(folder, NAMES["another stem"])
+    assert repair(folder.path).status == 0
+    (model,) = Library.loads(library, folder)
+    assert all(model.state_dict()[key].equal(tensor) for key, tensor in library.model.state_dict().items())
+
+
+def test_a_file_with_the_keys_of_the_missing_shards_of_two_indexes_is_not_named(
+    saved: Any, tmp_path: Path
+) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    of_variant = folder.path / "model.safetensors.index.fp16.json"
+    of_variant.write_text(folder.index.read_text().replace("-of-00003.", "-of-00003.fp16."))
+    for number in (1, 3):
+        variant = folder.path / folder.shard(number).name.replace("-of-00003.", "-of-00003.fp16.")
+        write(variant, read(folder.shard(number)))
+    folder.shard(2).rename(folder.path / "part.safetensors")
+    missing = [one for one in findings(folder) if one.code == "missing-shard"]
+    assert len(missing) == 2
+    assert not any("holds" in str(one) for one in missing)
