@@ -257,7 +257,7 @@ def scan_folder(
             ):  # and not entry.is_dir(), which raises for a link that leads to itself
                 subfolders[path] = describe_folder_name(entry.name) or PLAIN_FOLDER
             elif name is not None or only is not None:
-                components.append(_component(root, path, name or _unknown(entry.name)))
+                components.append(scan_file(root, path, name or _unknown(entry.name)))
             else:
                 strays.append(path)
     return CheckpointFolder(
@@ -271,7 +271,8 @@ def scan_folder(
     )
 
 
-def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
+def scan_file(root: Path, path: PurePosixPath, name: FileName) -> Component:
+    """Read a file of a folder as one of this name, whatever its own is; a problem says why it cannot be read."""
     full = root / path
     content: Content | None = None
     problem: Problem | None = None

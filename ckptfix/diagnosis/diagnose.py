@@ -219,7 +219,7 @@ def diagnose(
         existing = {*folder.strays, *(one.path for one in folder.components)}
         findings: list[Finding] = []
         if folder.only is None:
-            findings += diagnose_shards(folder.root, groups, existing, data=data)
+            findings += diagnose_shards(folder, groups, data=data)
         findings += diagnose_parts(groups, is_file=folder.only is not None)
         rebuilt = {
             finding.path

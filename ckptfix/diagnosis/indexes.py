@@ -6,13 +6,15 @@ and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetens
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.entries import ModelFiles, Replacement
-from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.folder import is_unreadable
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
+from ckptfix.checkpoint.folder import CheckpointFolder, is_unreadable, scan_file
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
+from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
@@ -28,18 +30,16 @@ from ckptfix.diagnosis.findings.sharded import (
 )
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.reading import names_in, open_reader
 from ckptfix.wording import series
 
 
-def diagnose_shards(
-    root: Path, groups: Sequence[ModelFiles], existing: Collection[PurePosixPath], *, data: bool
-) -> list[Finding]:
+def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, data: bool) -> list[Finding]:
     """Find missing and left-over shards, and indexes that disagree with the headers.
 
-    ``existing``: all files of the folder, of weights or not. ``data``: compare all bytes of tensors that are in two
-    shards, not samples of them. Raises OSError.
+    ``data``: compare all bytes of tensors that are in two shards, not samples of them. Raises OSError.
     """
+    root = folder.root
     findings: list[Finding] = []
     for group in groups:
         if group.stale_of is not None:
@@ -52,7 +52,7 @@ def diagnose_shards(
         elif group.index_path is not None and group.replaced is not None:
             findings.append(_left_over(group, group.index_path, group.replaced))
         elif group.index_path is not None and group.missing:
-            findings += _missing(group, group.index_path, existing)
+            findings += _missing(folder, group, group.index_path)
         elif group.index_path is not None and group.is_whole:
             twin = _twin(group, groups) if group.index is None else None
             findings += _diagnose_index(root, group, group.index_path, twin, data=data)
@@ -91,8 +91,9 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
 
 
 def _missing(
-    group: ModelFiles, index_path: PurePosixPath, existing: Collection[PurePosixPath]
+    folder: CheckpointFolder, group: ModelFiles, index_path: PurePosixPath
 ) -> Iterator[MissingShard]:
+    existing = {*folder.strays, *(component.path for component in folder.components)}
     for name in group.missing:
         if PurePosixPath(name) in existing:
             yield MissingShard(
@@ -101,17 +102,69 @@ def _missing(
     gone = tuple(name for name in group.missing if PurePosixPath(name) not in existing)
     if not gone:
         return
-    by_index = set(group.listed.values()).intersection(gone)
+    keys: dict[str, set[str]] = {name: set() for name in gone}
+    for fqn, name in group.listed.items():
+        if name in keys:
+            keys[name].add(fqn)
+    files = {name: path for path, name in group.renamed.items()}
+    for name in gone:
+        candidates = [] if name in files else _moved(folder, index_path, name)
+        holders = [path for path in candidates if _holds(folder.root / path, name, keys[name])]
+        if len(holders) == 1:
+            files[name] = holders[0]
     yield MissingShard(
         path=PurePosixPath(gone[0]),
         others=gone[1:],
-        named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
-        tensors=sum(1 for name in group.listed.values() if name in by_index),
-        renamed=tuple(
-            RenamedShard(path, name, sum(1 for listed in group.listed.values() if listed == name))
-            for path, name in sorted(group.renamed.items(), key=lambda file: file[1])
+        named_by=str(index_path) if any(keys.values()) else f"the name of {group.members[0].path}",
+        tensors=sum(map(len, keys.values())),
+        renamed=tuple(RenamedShard(files[name], name, len(keys[name])) for name in gone if name in files),
+        packed=tuple(
+            (path, program)
+            for name in gone
+            for ending, (program, magic) in _PACKED.items()
+            if (path := PurePosixPath(name + ending)) in existing and _begins(folder.root / path, magic)
         ),
     )
+
+
+_PACKED = {
+    ".gz": ("gunzip", b"\x1f\x8b"),
+    ".xz": ("unxz", b"\xfd7zXZ\x00"),
+    ".bz2": ("bunzip2", b"BZh"),
+    ".zst": ("unzstd --rm", b"\x28\xb5\x2f\xfd"),
+}
+"""Ending of a compressed file -> the program that brings the file back, and how such files begin."""
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    with suppress(OSError), open_reader(path) as reader:
+        return reader.read(0, min(len(magic), reader.size)) == magic
+    return False
+
+
+def _moved(folder: CheckpointFolder, index: PurePosixPath, name: str) -> list[PurePosixPath]:
+    """Return the files that may be a missing shard: with an ending such as ``.bak``, or in a sub-folder.
+
+    A sub-folder with an index or a config is a model or a checkpoint of its own: that of the Trainer's last model has
+    checkpoints with shards of the same names and keys.
+    """
+    paths = [path for path in folder.strays if path.name.startswith(name)]
+    for where in folder.plain_subfolders:
+        names: frozenset[str] = frozenset()
+        with suppress(OSError):
+            names = frozenset(names_in(folder.root / where))
+        if name in names and names.isdisjoint((index.name, CONFIG, TRAINER_STATE)):
+            paths.append(where / name)
+    return paths
+
+
+def _holds(path: Path, name: str, keys: Collection[str]) -> bool:
+    """Return whether a file is intact as one of this name, and has exactly these keys."""
+    meant = parse_file_name(name)
+    if meant is None or not keys:
+        return False
+    file = scan_file(path.parent, PurePosixPath(path.name), meant)
+    return file.problem is None and {tensor.fqn for tensor in file.tensors} == set(keys)
 
 
 def _diagnose_index(

@@ -1,5 +1,8 @@
 """Shards under other names than their index lists: named with the commands that bring them back."""
 
+import bz2
+import gzip
+import lzma
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptfix import check, repair, salvage
 from tests.diagnosis.test_odd_indexes import KINDS, Diffusers, Folder, Library, Transformers, read, write
@@ -79,8 +83,7 @@ def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -
     folder.shard(3).unlink()
     (finding,) = findings(folder)
     assert str(finding).endswith(
-        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold those of 2 of the shards under "
-        "other names"
+        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold those of 2 of the shards"
     )
     advice = finding.advice_at(str(folder.path))
     assert advice.startswith(f"rename the files: mv {folder.path}/model-00001-of-00004.safetensors ")
@@ -141,3 +144,94 @@ def test_a_file_with_the_keys_of_the_missing_shards_of_two_indexes_is_not_named(
     missing = [one for one in findings(folder) if one.code == "missing-shard"]
     assert len(missing) == 2
     assert not any("holds" in str(one) for one in missing)
+
+
+def moved_into(folder: Folder, where: str, *numbers: int) -> Path:
+    """Move shards into a sub-folder."""
+    inner = folder.path / where
+    inner.mkdir()
+    for number in numbers:
+        folder.shard(number).rename(inner / folder.shard(number).name)
+    return inner
+
+
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (2,)], ids=str)
+@pytest.mark.parametrize(("kind", "suffix"), [(Transformers, ".safetensors"), (Diffusers, ".bin")])
+def test_shards_in_a_sub_folder_are_named(
+    saved: Any, tmp_path: Path, kind: type[Library], suffix: str, numbers: tuple[int, ...]
+) -> None:
+    library, source = saved[kind, suffix]
+    folder = copy_of(source, tmp_path / "model")
+    moved_into(folder, "weights", *numbers)
+    assert not library.is_loaded(folder)
+    (finding,) = [one for one in findings(folder) if one.code == "missing-shard"]
+    assert f"; 'weights/{folder.shard(numbers[0]).name}'" in str(finding)
+    subprocess.run(finding.advice_at(str(folder.path)).partition(": ")[2], shell=True, check=True)
+    assert library.is_loaded(folder)
+    assert [one.code for one in findings(folder)] == []
+
+
+@pytest.mark.parametrize("what", ["its own index", "a config", "another key", "cut", "in two folders"])
+def test_shards_of_another_model_in_a_sub_folder_are_not_named(saved: Any, tmp_path: Path, what: str) -> None:
+    """The Trainer's last model has checkpoints below it, with shards of the same names and keys."""
+    _, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    inner = moved_into(folder, "weights", 2)
+    shard = inner / folder.shard(2).name
+    if what == "its own index":
+        shutil.copy(folder.index, inner)
+    elif what == "a config":
+        shutil.copy(folder.path / "config.json", inner)
+    elif what == "another key":
+        write(shard, {**read(shard), "more": torch.ones(1)})
+    elif what == "cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        shutil.copytree(inner, folder.path / "more")
+    missing = [one for one in findings(folder) if one.code == "missing-shard"]
+    assert all(one.advice_at(str(folder.path)).startswith("copy the shard again") for one in missing)
+    assert str(missing[0].path) == folder.shard(2).name
+
+
+@pytest.mark.parametrize("ending", [".bak", "~", ".1", ".incomplete", ".crdownload"])
+def test_a_complete_shard_with_another_ending_is_named(saved: Any, tmp_path: Path, ending: str) -> None:
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    rename(folder, lambda name: name + ending, 2)
+    (finding,) = [one for one in findings(folder) if one.code == "missing-shard"]
+    subprocess.run(finding.advice_at(str(folder.path)).partition(": ")[2], shell=True, check=True)
+    assert library.is_loaded(folder)
+    assert findings(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)]
+)
+def test_a_compressed_shard_is_named(
+    saved: Any, tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
+) -> None:
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    shard = folder.shard(2)
+    packed = shard.with_name(shard.name + ending)
+    packed.write_bytes(compress(shard.read_bytes()))
+    shard.unlink()
+    (finding,) = findings(folder)
+    assert str(finding).endswith(f"; {packed.name!r} is there, compressed")
+    assert finding.advice_at("s3://bucket/model") == f"unpack {packed.name!r}"
+    _, _, command = finding.advice_at(str(folder.path)).partition(": ")
+    if shutil.which(command.split()[0]) is None:
+        pytest.skip(f"needs {command.split()[0]}")
+    subprocess.run(command, shell=True, check=True)
+    assert library.is_loaded(folder)
+    assert findings(folder) == []
+
+
+def test_a_file_that_only_its_name_says_is_compressed_is_not_named(saved: Any, tmp_path: Path) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    shard = folder.shard(2)
+    shard.with_name(f"{shard.name}.gz").write_bytes(b"nothing")
+    shard.unlink()
+    (finding,) = findings(folder)
+    assert "compressed" not in str(finding)

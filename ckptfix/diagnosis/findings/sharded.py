@@ -24,7 +24,8 @@ class MissingShard(Finding):
     """A missing file that the index lists, or that the numbering of the shards implies.
 
     ``is_other_file``: the index lists a file that exists and is none of weights, such as ``config.json``.
-    ``renamed``: the missing shards whose tensors a file of another name holds.
+    ``renamed``: the missing shards whose tensors a file of another name, or in a sub-folder, holds. ``packed``: the
+    compressed files of missing shards, with the program that unpacks each.
     """
 
     code = "missing-shard"
@@ -38,6 +39,7 @@ class MissingShard(Finding):
     holds: tuple[str, ...] = ()
     is_other_file: bool = False
     renamed: tuple[RenamedShard, ...] = ()
+    packed: tuple[tuple[PurePosixPath, str], ...] = ()
 
     @property
     def is_salvageable(self) -> bool:
@@ -63,9 +65,10 @@ class MissingShard(Finding):
             lost += f"; {str(shard.path)!r} holds {whose}"
         elif self.renamed:
             whose = "them" if self._is_renamed_alone else f"those of {len(self.renamed)} of the shards"
-            lost += (
-                f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose} under other names"
-            )
+            lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
+        if self.packed:
+            are = "are" if len(self.packed) > 1 else "is"
+            lost += f"; {list_names(str(path) for path, _ in self.packed)} {are} there, compressed"
         return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
 
     @property
@@ -73,28 +76,33 @@ class MissingShard(Finding):
         """Advice to copy the shard again: loading without it leaves random weights."""
         if self.is_other_file:
             return f"copy {self.named_by} and the shards again from where they came"
-        if self.renamed:
-            renames = [f"rename {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
-            return "; ".join([*renames, *self._rest])
+        if self.renamed or self.packed:
+            steps = [f"rename {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
+            steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
+            return "; ".join([*steps, *self._rest])
         return (
             "copy the shard again from where it came; loading without it leaves random weights in the model"
         )
 
     @property
     def _rest(self) -> tuple[str, ...]:
-        return () if self._is_renamed_alone else ("copy the other shards again from where they came",)
+        is_all = len(self.renamed) + len(self.packed) == 1 + len(self.others)
+        return () if is_all else ("copy the other shards again from where they came",)
 
     def advice_at(self, path: str) -> str:
-        """Return the advice with the commands that rename shards; a store has no such command."""
-        if not self.renamed or looks_like_url(path):
+        """Return the advice with the commands that rename or unpack shards; a store has no such commands."""
+        if not (self.renamed or self.packed) or looks_like_url(path):
             return self.advice
         folder = Path(path)
-        commands = " && ".join(
+        renames = [
             f"mv {shell_path(folder / shard.path)} {shell_path(folder / shard.name)}"
             for shard in self.renamed
-        )
-        files = "the files" if len(self.renamed) > 1 else repr(str(self.renamed[0].path))
-        return "; ".join([f"rename {files}: {commands}", *self._rest])
+        ]
+        unpacks = [f"{program} {shell_path(folder / file)}" for file, program in self.packed]
+        files = "the files" if len(renames) > 1 else repr(str(self.renamed[0].path)) if renames else ""
+        steps = [f"rename {files}: {' && '.join(renames)}"] if renames else []
+        steps += [f"unpack what is compressed: {' && '.join(unpacks)}"] if unpacks else []
+        return "; ".join([*steps, *self._rest])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
