@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
-from ckptfix.checkpoint.downloads import HalfDownload, half_downloads
+from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import NOT_STATES, OF_ONE_RANK, Role, family_of, parse_file_name
+from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
@@ -27,7 +27,6 @@ from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
-    HalfDownloaded,
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
@@ -35,7 +34,6 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingModel,
     NestedCheckpoint,
     Salvaged,
-    SpareDownload,
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
@@ -44,6 +42,7 @@ from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
+from ckptfix.diagnosis.unfinished_copies import half_downloaded
 from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -51,7 +50,7 @@ from ckptfix.reports import Serialized, items
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
-from ckptfix.storage.reading import names_in, origin_of, sparing, unheld_below
+from ckptfix.storage.reading import origin_of, sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -334,7 +333,7 @@ def _checked(
     beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
     omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
     omitted += of_hooks.unchecked
-    downloads = tuple(_half_downloaded(target.root, halves, below))
+    downloads = tuple(half_downloaded(target.root, halves, [report.path for report in below]))
     findings = (
         *pending,
         *lacking,
@@ -400,48 +399,6 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
         *surplus_objects(folder, neighbours),
         *(finding for finding in exchanged_loaders(folder, neighbours) if finding.path not in damaged),
     )
-
-
-_READ_WITH_WEIGHTS = (".json", ".txt", ".model", ".py", ".jinja")
-"""Suffixes of configs, tokenizers and code, which a load of complete weights needs."""
-
-
-def _half_downloaded(
-    root: Path, halves: Iterable[HalfDownload], below: Iterable[CheckReport]
-) -> Iterator[Finding]:
-    """Yield the findings about downloads that did not end, but for those in folders with a report of their own."""
-    reported = [report.path for report in below]
-    for half in halves:
-        names = tuple(
-            name for name in half.names if not any((root / name).is_relative_to(path) for path in reported)
-        )
-        if half.names and not names:
-            continue
-        kind = SpareDownload if _is_spare(root, half) else HalfDownloaded
-        path = half.path if half.have is not None else PurePosixPath(names[0])
-        yield kind(path=path, names=names, have=half.have, again=half.again)
-
-
-def _is_spare(root: Path, half: HalfDownload) -> bool:
-    """Return whether nothing needs a half download, as the weights next to it are complete, as far as names tell."""
-    if half.have is None or any(map(_is_needed, half.names)):
-        return False
-    if not half.names:
-        return may_hold_weights(root)
-    folders = {(root / name).parent for name in half.names} if lists_models(root) else {root}
-    return all(any(map(_names_model, names_in(folder))) for folder in folders if folder.is_dir())
-
-
-def _is_needed(name: str) -> bool:
-    """Return whether a load needs a file next to complete weights: a config, a state of the run, or a shard."""
-    parsed = parse_file_name(PurePosixPath(name).name)
-    is_part = parsed is not None and (parsed.role not in NOT_STATES or parsed.shard is not None)
-    return is_part or name.endswith(_READ_WITH_WEIGHTS)
-
-
-def _names_model(name: str) -> bool:
-    parsed = parse_file_name(name)
-    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:

@@ -1,17 +1,26 @@
 """Saves, copies, downloads and uploads that were cut short, by the temporary names and marks that they leave."""
 
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import PurePosixPath
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
-from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
+from ckptfix.checkpoint.downloads import HalfDownload
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION, PIPELINE
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.checkpoint.model_configs import (
+    ADAPTER,
+    CONFIG,
+    GENERATION,
+    PIPELINE,
+    lists_models,
+    may_hold_weights,
+)
+from ckptfix.diagnosis.findings.incomplete import HalfDownloaded, InterruptedSave, SpareDownload
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import names_in
 
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 """Temporary names of ``save_file`` of safetensors."""
@@ -76,3 +85,47 @@ def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterat
         is_json = is_missing and wanted in _JSON and path.suffix != ".tmp"
         if is_unfinished(path.name) or is_download or is_json:
             yield InterruptedSave(path=path, leftover=True, wanted=wanted if is_missing else "")
+
+
+_READ_WITH_WEIGHTS = (".json", ".txt", ".model", ".py", ".jinja")
+"""Suffixes of configs, tokenizers and code, which a load of complete weights needs."""
+
+
+def half_downloaded(
+    root: Path, halves: Iterable[HalfDownload], reported: Collection[Path]
+) -> Iterator[InterruptedSave]:
+    """Yield the findings about downloads from the hub that did not end.
+
+    ``reported``: folders below with a report of their own.
+    """
+    for half in halves:
+        names = tuple(
+            name for name in half.names if not any((root / name).is_relative_to(path) for path in reported)
+        )
+        if half.names and not names:
+            continue
+        kind = SpareDownload if _is_spare(root, half) else HalfDownloaded
+        path = half.path if half.have is not None else PurePosixPath(names[0])
+        yield kind(path=path, names=names, have=half.have, again=half.again)
+
+
+def _is_spare(root: Path, half: HalfDownload) -> bool:
+    """Return whether nothing needs a half download, as the weights next to it are complete, as far as names tell."""
+    if half.have is None or any(map(_is_needed, half.names)):
+        return False
+    if not half.names:
+        return may_hold_weights(root)
+    folders = {(root / name).parent for name in half.names} if lists_models(root) else {root}
+    return all(any(map(_names_model, names_in(folder))) for folder in folders if folder.is_dir())
+
+
+def _is_needed(name: str) -> bool:
+    """Return whether a load needs a file next to complete weights: a config, a state of the run, or a shard."""
+    parsed = parse_file_name(PurePosixPath(name).name)
+    is_part = parsed is not None and (parsed.role not in NOT_STATES or parsed.shard is not None)
+    return is_part or name.endswith(_READ_WITH_WEIGHTS)
+
+
+def _names_model(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX

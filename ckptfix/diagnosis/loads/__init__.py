@@ -17,10 +17,6 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
             from ckptfix.diagnosis.loads.adapters import judge_adapter
 
             verdicts.append(judge_adapter(load))
-        else:
-            from ckptfix.diagnosis.loads.pretrained_models import judge_model
-
-            verdicts.append(judge_model(load))
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
         unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),
