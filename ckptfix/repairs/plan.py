@@ -590,7 +590,8 @@ def plan_indexes(draft: Draft, maps: Maps) -> None:
         )
         of_adapter = _dead_adapter(draft, group)
         code = finding.code if finding is not None else (of_adapter or NestedPrefix).code
-        asked = draft.policy.keys is not Keys.AUTO or draft.policy.adapter or code in draft.policy.allow
+        is_allowed = draft.policy.adapter or DeadAdapter.code in draft.policy.allow
+        asked = draft.policy.keys is not Keys.AUTO or (of_adapter is not None and is_allowed)
         safety = Safety.LOSSY if asked else Safety.SAFE
         reads = (group.index_path, *(shard.path for shard in group.members))
         draft.add(action, code, safety, reads, group.members[0].path if is_renamed else None)

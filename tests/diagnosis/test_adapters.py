@@ -273,6 +273,38 @@ def test_an_adapter_with_the_name_of_its_parameters(tmp_path: Path) -> None:
     assert verdict(tmp_path / "lora") == []
 
 
+def test_an_adapter_that_transformers_saves(tmp_path: Path) -> None:
+    model: Any = llama()
+    config = peft.LoraConfig(target_modules=TWO, init_lora_weights=False, modules_to_save=["lm_head"])
+    model.add_adapter(config, adapter_name="main")
+    model.save_pretrained(tmp_path)
+    assert verdict(tmp_path) == []
+
+
+def test_the_state_dict_of_a_compiled_model(tmp_path: Path) -> None:
+    """PEFT 0.21 looks for its own keys in the state dict that it is given, finds none, and saves an empty file."""
+    model: Any = torch.compile(peft.get_peft_model(llama(), peft.LoraConfig(target_modules=TWO)))
+    model.save_pretrained(str(tmp_path), state_dict=model.state_dict())
+    assert load_file(tmp_path / NAME) == {}
+    (finding,) = check(tmp_path).findings
+    assert (finding.code, finding.severity.value) == INCOMPLETE
+    assert "state_dict of a compiled model" in finding.advice
+
+
+@pytest.mark.parametrize("kind", ["kasa", "blocks", "experts", "compressed"])
+def test_a_variant_of_lora_is_healthy(kind: str, tmp_path: Path) -> None:
+    """They have further parameters, or matrices of fewer columns."""
+    configs = peft.tuners.lora.config
+    settings = {
+        "kasa": {"kasa_config": configs.KasaConfig()},
+        "blocks": {"use_bdlora": configs.BdLoraConfig(["q_proj"], ["v_proj"], nblocks=2)},
+        "experts": {"monteclora_config": configs.MontecloraConfig()},
+        "compressed": {"velora_config": configs.VeloraConfig()},
+    }
+    lora(tmp_path, **settings[kind])
+    assert verdict(tmp_path) == []
+
+
 def test_an_adapter_next_to_one_that_no_load_reads(tmp_path: Path) -> None:
     """An older save left ``adapter_model.bin``, which PEFT reads only without the other file."""
     tensors = lora(tmp_path)
