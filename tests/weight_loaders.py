@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ckptfix.checkpoint.keys import WRAPPERS
+from ckptfix.checkpoint.keys import WRAPPERS, adapter_name, without_adapter_name
 
 Tensors = dict[str, bytes]
 
@@ -162,11 +162,12 @@ _TAKES: dict[str, Callable[[Path], Tensors]] = {
 
 
 def bare(tensors: Tensors) -> set[tuple[str, bytes]]:
-    """Return tensors without the wrappers in their keys, which a repair may rename."""
-    return {
-        (".".join(segment for segment in name.split(".") if segment not in WRAPPERS), data)
+    """Return tensors without the wrappers and the adapters' names in their keys, which a repair may rename."""
+    unwrapped = {
+        ".".join(segment for segment in name.split(".") if segment not in WRAPPERS): data
         for name, data in tensors.items()
     }
+    return {(without_adapter_name(key, adapter_name(key)), data) for key, data in unwrapped.items()}
 
 
 def assert_none_switched(before: dict[str, Tensors], after: dict[str, Tensors]) -> None:

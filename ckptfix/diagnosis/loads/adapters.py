@@ -252,7 +252,7 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
             effect=effect,
             remedy="the weights are in no file of this folder: look for a global_step folder of DeepSpeed, or use "
             "another checkpoint; for the next save, gather the tensors of ZeRO-3 "
-            "(stage3_gather_16bit_weights_on_model_save), and pass no state_dict of a compiled model to save_pretrained",
+            "(stage3_gather_16bit_weights_on_model_save), and give save_pretrained no state_dict of a compiled model",
         )
     where = "this folder" if load.deepspeed == "." else f"{load.deepspeed}/"
     # The Trainer leaves it so in each checkpoint with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off.
