@@ -62,6 +62,7 @@ from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_prog
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
     diagnose_keys,
+    diagnose_lora,
     diagnose_meta_tensors,
     diagnose_renamed,
     diagnose_wrong_states,
@@ -250,6 +251,7 @@ def diagnose(
         findings += diagnose_renamed(folder, _paths(findings, _OF_CONTENT))
         findings += diagnose_meta_tensors(folder)
         findings += diagnose_keys(folder)
+        findings += diagnose_lora(folder)
         damaged = _paths(findings, _OF_CONTENT)
         optimizers = tuple(saved_optimizers(folder, sharded))
         unreliable = _paths(findings, _OF_HEADERS)

@@ -5,7 +5,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, name_of_trainer, parse_deepspeed_folder_name
+from ckptfix.checkpoint.filenames import (
+    LORA,
+    TRAINER_STATE,
+    WEIGHT_KINDS,
+    Role,
+    name_of_trainer,
+    parse_deepspeed_folder_name,
+)
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import (
     CONFIGS,
@@ -23,6 +30,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     FewerRanks,
     IncompleteCheckpoint,
     LaterModel,
+    LostLora,
     LostModelFiles,
     LostPosition,
 )
@@ -72,6 +80,8 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
 
     if not is_of_others:
         yield from _lost_from_folders(folder, names, before, after, known)
+        if not any(role is Role.MODEL for role, _ in own):
+            yield from _lost_lora(names, near)
     examples = {part: name for save in near for part, name in save.parts.items()}
     missing = [part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)]
     # A neighbour may have shards where another finding names one file.
@@ -150,6 +160,31 @@ def _lost_from_folders(
             known_by=f"{len(near)} of {len(near)} checkpoints next to it have {'it' if len(lost) == 1 else 'them'}",
             of_trainer=is_of_trainer,
             may_be_dropped=is_newest and not is_needed,
+        )
+
+
+_OF_LORA = tuple(f"{LORA}{kind}" for kind in WEIGHT_KINDS)
+
+
+def _lost_lora(names: Iterable[PurePosixPath], near: Sequence[Neighbour]) -> Iterator[LostLora]:
+    """Yield the LoRA weights of diffusers that all checkpoints next to one have, and that are its only weights.
+
+    A load hook opens this name, unless it calls ``lora_state_dict`` of diffusers, which takes any .safetensors (0.42).
+    """
+    own = {path.name for path in names}
+    if any(name.startswith(f"{LORA}.") for name in own):
+        return
+    lost = sorted(
+        name for name in frozenset.intersection(*(save.names.every for save in near)) if name in _OF_LORA
+    )
+    if lost:
+        strange = sorted(own.difference(*(save.names.every for save in near)))
+        renamed = [name for name in strange if name.endswith(PurePosixPath(lost[0]).suffix)]
+        yield LostLora(
+            path=PurePosixPath(lost[0]),
+            missing=(lost[0],),
+            known_by=f"{len(near)} of {len(near)} checkpoints next to it have it",
+            misnamed=renamed[0] if len(renamed) == 1 else "",
         )
 
 

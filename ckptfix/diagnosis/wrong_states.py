@@ -1,11 +1,13 @@
 """States that are intact, and not what the names of their files promise."""
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
@@ -246,6 +248,40 @@ def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
 _EFFECTS_OF_KEYS = EFFECTS_ON_TORCH | {Content.MODEL: "load_state_dict of a model fails"}
 
 _FREE = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
+
+_HALVES = re.compile(r"(.+\.lora[._](?:embedding_)?)(A|B|down|up)((?:\.weight)?)", re.DOTALL)
+"""Key of one of the two matrices of LoRA, by the names of PEFT and the former ones of diffusers."""
+
+
+def diagnose_lora(folder: CheckpointFolder) -> Iterator[UnknownState]:
+    """Yield the LoRA weights of diffusers whose two matrices have each other's key. A config shows it of PEFT's."""
+    for component in folder.components:
+        if component.name.model is not None and component.name.model.stem == LORA:
+            yield from _exchanged_halves(component)
+
+
+def _exchanged_halves(component: Component) -> Iterator[UnknownState]:
+    """Yield an adapter whose A has the rank as its second dimension, and whose B as its first one, in all pairs.
+
+    Of a square module both orders look the same, so that another one must show it.
+    """
+    pairs: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for tensor in component.tensors:
+        if (match := _HALVES.fullmatch(tensor.fqn)) and len(tensor.shape) > 1:
+            pairs[match[1] + match[3]]["A" if match[2] in ("A", "down") else "B"] = tensor.shape
+    complete = [(pair["A"], pair["B"]) for pair in pairs.values() if len(pair) == 2]
+    contradictory = [(first, second) for first, second in complete if first[0] != second[1]]
+    if contradictory and all(first[1] == second[0] for first, second in complete):
+        first, second = contradictory[0]
+        yield UnknownState(
+            path=component.path,
+            holds=(
+                f"LoRA matrices A and B under each other's key, such as A of shape {list(first)} and B of "
+                f"{list(second)}"
+            ),
+            expected="the rank as the first dimension of A and the second of B",
+            effect="the load fails",
+        )
 
 
 def _is_pretrained(folder: CheckpointFolder) -> bool:

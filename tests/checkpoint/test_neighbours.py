@@ -37,7 +37,7 @@ def saves(run: Path) -> list[Path]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the reads of the header of each file, and the lists of the run as "list"."""
     counts: Counter[str] = Counter()
-    component, folders_next_to = folder.read_component, neighbours.folders_next_to
+    component, folders_next_to = folder.scan_file, neighbours.folders_next_to
 
     def reading(root: Path, path: PurePosixPath, name: FileName) -> folder.Component:
         counts[f"{root.name}/{path}"] += 1
@@ -47,7 +47,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["list"] += 1
         return folders_next_to(home)
 
-    monkeypatch.setattr(folder, "read_component", reading)
+    monkeypatch.setattr(folder, "scan_file", reading)
     monkeypatch.setattr(neighbours, "folders_next_to", listing)
     return counts
 

@@ -271,6 +271,21 @@ class LaterModel(LostModelFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostLora(LostModelFiles):
+    """LoRA weights of diffusers, which the checkpoints next to it have, in a folder without other weights."""
+
+    @property
+    def advice(self) -> str:
+        """Advice to give the file its name back, or to copy it again."""
+        (wanted,) = self.missing
+        rename = f"if {self.misnamed!r} is that file, rename it to {wanted}; else " if self.misnamed else ""
+        return (
+            f"a load hook that looks for {wanted} fails: {rename}copy {wanted} again, or resume from a complete "
+            "checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostTag(IncompleteCheckpoint):
     """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint in the folder."""
 
