@@ -470,7 +470,7 @@ def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False)
 
     ``where``: the beginning of the sentence, for a folder below.
     ``is_of_hook``: it is a model below a folder of ``save_state``. Only a hook of the script reads it, and
-    ``from_pretrained`` fails where its config cannot be read.
+    ``from_pretrained`` fails where its config cannot be read, and where the model is one level too deep.
     Next to weights that a library reads, nothing loads a file under a name of the script's own, such as ``tokens.bin``.
     Alone it may be the model, which a hook of the script loads.
     """
@@ -484,7 +484,8 @@ def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False)
     for finding in report.findings:
         is_config = isinstance(finding, IncompleteCheckpoint) and str(finding.path) in (CONFIG, ADAPTER)
         is_read = not (has_weights and finding.path in unread)
-        if (finding.resume is Resume.FAILS and is_read) or (is_of_hook and is_config):
+        is_deeper = isinstance(finding, NestedCheckpoint)
+        if (finding.resume is Resume.FAILS and is_read) or (is_of_hook and (is_config or is_deeper)):
             yield f"{where}{finding}"
     for below in report.below:
         inside = f"{below.path.relative_to(report.path)}/: "
@@ -542,7 +543,8 @@ def models_below(
 def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
     """Yield in words what was not checked, each once; sentences about a file in a sub-folder name the folder."""
     inside = {report.path.relative_to(path): report.not_checked for report in below}
-    looked_into = tuple(f"{where}/ ({PLAIN_FOLDER}): " for where in inside)
+    folders = {folder for where in inside for folder in (where, *where.parents)}
+    looked_into = tuple(f"{folder}/ ({PLAIN_FOLDER}): " for folder in folders)
     told = [words for words in own if not words.startswith(looked_into)]
     yield from told
     generic = {words for said in inside.values() for words in said if words.startswith(GENERIC)}

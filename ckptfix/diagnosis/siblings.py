@@ -142,7 +142,8 @@ def _lost_from_folders(
         files = frozenset(path.name for path in _names(root / below)) if is_there else frozenset()
         weights = bool(model_files(files))
         # Most folders end here: those next to them are not listed.
-        if files and weights is not CONFIGS.isdisjoint(files):
+        is_complete_or_other = files and weights is not CONFIGS.isdisjoint(files)
+        if is_complete_or_other and not (_is_too_deep(root / below, files)):
             continue
         models = [save.model_in(below) for save in near]
         if not all(models):
@@ -161,6 +162,18 @@ def _lost_from_folders(
             of_trainer=is_of_trainer,
             may_be_dropped=is_newest and not is_needed,
         )
+
+
+def _is_too_deep(folder: Path, names: Collection[str]) -> bool:
+    """Return whether a folder has a model in a folder of another name inside, and none of its own.
+
+    One of the same name has a finding of its own.
+    """
+    return not model_files(names) and any(
+        model_files(path.name for path in _names(folder / name))
+        for name in names
+        if name != folder.name and "." not in name
+    )
 
 
 _OF_LORA = tuple(f"{LORA}{kind}" for kind in WEIGHT_KINDS)

@@ -366,3 +366,19 @@ def test_an_average_that_a_script_computes_itself_is_healthy(tmp_path: Path) -> 
         folder = script.saved(tmp_path / f"checkpoint-{step}")
         shutil.copytree(folder / "unet", folder / "unet_ema")
         assert problems(folder) == []
+
+
+@pytest.mark.parametrize("inner", ["unet", "copy"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_one_level_too_deep(inner: str, tmp_path: Path) -> None:
+    script = Script("unet", average="unet_ema")
+    for step in (1, 2):
+        folder = script.saved(tmp_path / f"checkpoint-{step}")
+    (folder / "unet").rename(folder / "third")
+    (folder / "unet").mkdir()
+    (folder / "third").rename(folder / "unet" / inner)
+    _refused(Script("unet", average="unet_ema"), folder)
+    (problem,) = problems(folder)
+    assert ("holds this folder of the same name" if inner == "unet" else "unet/config.json") in problem
+    assert [words for words in check(folder).not_checked if words.startswith("unet/ (")] == []
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"

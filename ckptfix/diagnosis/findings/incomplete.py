@@ -193,8 +193,8 @@ class NestedCheckpoint(IncompleteCheckpoint):
     def advice(self) -> str:
         """Advice to move the files, or to name the inner folder."""
         return (
-            "load_state and the Trainer find no checkpoint in the outer folder; load this one, or move its files up a "
-            "level"
+            "load_state, the Trainer and from_pretrained find nothing in the outer folder; load this one, or move its "
+            "files up a level"
         )
 
 
