@@ -86,6 +86,11 @@ class _Entry(NamedTuple):
         )
         return have == expected
 
+    def is_partly_wrapped(self, entry: "_Entry") -> bool:
+        """Return whether some keys begin with a wrapper that none has in an entry: no save wraps a part of a model."""
+        wrapped = sum(key.startswith("module.") for key in self.keys)
+        return 0 < wrapped < len(self.keys) and entry.keys == entry.shapes
+
     def is_wrapped_unlike(self, entry: "_Entry") -> bool:
         """Return whether wrappers in the keys are all that differs."""
         return self.shapes == entry.shapes and self.keys != entry.keys
@@ -363,7 +368,7 @@ def _misplaced(
         expected = near[0][1][number]
         # load_state of accelerate takes no other wrappers, so that a run begins and ends with the same.
         is_wrapped = (
-            len(near) > 1
+            (len(near) > 1 or entry.is_partly_wrapped(expected))
             and (is_between or (change.is_alone(role) and not change.is_recorded))
             and not change.is_renamed_by_repair
             and all(there[number].keys == expected.keys for _, there in near)
@@ -397,7 +402,7 @@ def _misplaced(
             if role is Role.MODEL
             else entry.is_shuffled(expected)
         )
-        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER):
+        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_wrapped:
             # Either of the two may be the changed one.
             continue
         # No script empties a model and goes on training its parameters.

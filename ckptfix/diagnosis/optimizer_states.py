@@ -254,7 +254,7 @@ def weights_of(
 
 
 def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter[Shape]]:
-    """Return the averages in custom objects that have the keys of a model, and the shapes of none: path -> shapes.
+    """Return the averages in custom objects that have the keys of a model, and are like none: path -> shapes.
 
     An EMA of diffusers or of a script has the shapes of its model, which otherwise may be that of another run. A module
     that a script registers has its keys at the top, and may be trained itself.
@@ -273,7 +273,10 @@ def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter
                 if shape is not None and not key.endswith(_NOT_AVERAGED)
             }
             shapes = {bare(key): shape for key, shape in tensors.items()}
-            alike = [model for model in models if model.keys() == shapes.keys()]
+            # A model that lost a tensor has fewer keys than its average.
+            alike = [
+                model for model in models if model.keys() <= shapes.keys() and 2 * len(model) > len(shapes)
+            ]
             if (scope.path or common_wrappers(tensors)) and alike and shapes not in alike:
                 averages[component.path] = Counter(shapes.values())
     return averages

@@ -197,6 +197,18 @@ def test_other_wrappers_than_in_the_checkpoints_next_to_it_are_told(
         assert holds.startswith("2 of 4 keys with other wrappers, such as 'module.0.bias'")
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_wrappers_on_some_keys_are_told_by_one_checkpoint_next_to_it(at: int, tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run(), (1, 2))
+    rewrite(
+        folders[at],
+        lambda state: {f"module.{key}" if key[0] == "0" else key: value for key, value in state.items()},
+    )
+    assert is_refused(folders[at])
+    assert [severity for severity, _ in told(folders[at])] == ["warning"]
+    assert told(folders[1 - at]) == []
+
+
 def test_a_model_that_was_compiled_later_is_told_for_its_first_save_alone(tmp_path: Path) -> None:
     """Stock accelerate does not load the checkpoint before it, so that only a conversion explains it."""
     folders = saves(tmp_path, Run(), (1, 2, 3, 4))
