@@ -97,11 +97,12 @@ class _Entry(NamedTuple):
 
     def difference(self, entry: "_Entry") -> tuple[str, str]:
         """Return in words what this one has, and what the other entry of its number has."""
-        if self.is_wrapped_unlike(entry):
-            key, *more = sorted(self.keys.keys() - entry.keys.keys())
-            key_there = next(name for name in entry.keys if bare(name) == bare(key))
-            words = f"{1 + len(more)} of {count_of(len(self.keys), 'key')}"
-            return f"{words} with other wrappers, such as {key!r}", repr(key_there)
+        wrapped = sorted(self.keys.keys() - entry.keys.keys())
+        # A file may have a tensor both with and without a wrapper.
+        if self.is_wrapped_unlike(entry) and wrapped:
+            key_there = next(name for name in entry.keys if bare(name) == bare(wrapped[0]))
+            words = f"{len(wrapped)} of {count_of(len(self.keys), 'key')}"
+            return f"{words} with other wrappers, such as {wrapped[0]!r}", repr(key_there)
         if self.saved is None or entry.saved is None:
             strange = len(self.keys.items() - entry.keys.items())
             words = f", {strange} of them with other keys or shapes" if strange else ""

@@ -209,6 +209,18 @@ def test_wrappers_on_some_keys_are_told_by_one_checkpoint_next_to_it(at: int, tm
     assert told(folders[1 - at]) == []
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_tensor_with_and_without_a_wrapper_is_told_where_it_differs(at: int, tmp_path: Path) -> None:
+    folders = saves(tmp_path, Run())
+    rewrite(folders[at], lambda state: {**state, "module.0.bias": state["0.bias"].clone()})
+    assert is_refused(folders[at])
+    assert [severity for severity, _ in told(folders[at])] == ["warning"]
+    for root in folders[:at] + folders[at + 1 :]:
+        rewrite(root, lambda state: {**state, "module.0.bias": state["0.bias"].clone()})
+    rewrite(folders[at], lambda state: {key: state[key] for key in state if key != "module.0.bias"})
+    assert [severity for severity, _ in told(folders[at])] == ["warning"]
+
+
 def test_a_model_that_was_compiled_later_is_told_for_its_first_save_alone(tmp_path: Path) -> None:
     """Stock accelerate does not load the checkpoint before it, so that only a conversion explains it."""
     folders = saves(tmp_path, Run(), (1, 2, 3, 4))
