@@ -78,6 +78,8 @@ from ckptfix.diagnosis.target import holds_checkpoint
 from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.paths import MANIFEST, command, leads_nowhere, unreadable
 from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
@@ -175,7 +177,7 @@ def _incomplete_of_trainer(
     for name, why in broken_lists(folder.root):
         path = PurePosixPath(name)
         yield IncompleteCheckpoint(path=path, missing=(name,), known_by=why, problem=why, is_wrong=True)
-    is_hidden = any(file.wanted in _READ_BY for file in hidden)
+    is_hidden = any(file.wanted in (CONFIG, ADAPTER) for file in hidden)
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
     parts = parts_of(_paths(folder))
     weights = _weights_lost_by_trainer(folder, own, names)
@@ -204,6 +206,14 @@ def _incomplete_of_trainer(
     gap = tuple(random_states(rank) for rank in range(max(numbered, default=0)) if rank not in ranks)
     if gap:
         yield _lost_by_trainer(gap, there, by_rank=True)
+    if renamed := _renamed_random_states(folder):
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(random_states(None)),
+            missing=(random_states(None),),
+            known_by=f"{renamed} was saved under this name, by a run of one process",
+            of_trainer=True,
+            misnamed=renamed,
+        )
     lost = () if Role.RNG_STATE in states else (random_states(None),)
     found = missing_among(names, lost, has_deepspeed=has_deepspeed)
     # A scheduler without its optimizer is no sign of the Trainer alone, and has been reported.
@@ -213,6 +223,21 @@ def _incomplete_of_trainer(
         missing.insert(0, TRAINER_STATE)
     if missing:
         yield _lost_by_trainer(tuple(missing), there)
+
+
+def _renamed_random_states(folder: CheckpointFolder) -> str:
+    """Return the only random states of the Trainer where they are those of a single process with a rank, else "".
+
+    ``torch.save`` writes the name of the file into it. With one process the Trainer reads ``rng_state.pth`` alone, and
+    without it goes on with new random states (``Trainer._load_rng_state``, transformers 5.23).
+    """
+    states = [one for one in folder.components if one.role is Role.RNG_STATE and one.name.is_of_trainer]
+    if len(states) != 1 or states[0].name.rank is None:
+        return ""
+    content = states[0].content
+    container = content.container if isinstance(content, TorchFile) else None
+    is_of_one = isinstance(container, TorchZip) and f"{container.root}.pth" == random_states(None)
+    return str(states[0].path) if is_of_one else ""
 
 
 def _weights_lost_by_trainer(

@@ -248,7 +248,15 @@ def diagnose(
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
         findings += diagnose_wrong_states(folder)
-        findings += diagnose_renamed(folder, _paths(findings, _OF_CONTENT))
+        renamed = list(diagnose_renamed(folder, _paths(findings, _OF_CONTENT)))
+        # To allow the classes of a file that was exchanged would load the wrong state.
+        exchanged = {finding.path for finding in renamed}
+        findings = [
+            finding
+            for finding in findings
+            if not (isinstance(finding, UnloadablePickle) and finding.path in exchanged)
+        ]
+        findings += renamed
         findings += diagnose_meta_tensors(folder)
         findings += diagnose_keys(folder)
         findings += diagnose_lora(folder)

@@ -127,16 +127,19 @@ _NOUNS = {
     Role.GRAD_SCALER: "a gradient scaler",
     Role.RNG_STATE: Content.RANDOM_STATES.value,
     Role.CUSTOM: "a custom object",
+    Role.TRAINING_ARGUMENTS: "the Trainer's training arguments",
 }
-"""The states that accelerate saves in files of torch."""
+"""The states that accelerate and the Trainer save in files of torch."""
 
 _ON_RENAMED = "load_state fails, or gives an object the state of another one"
+_ON_RENAMED_BY_TRAINER = "the Trainer's resume fails"
+_ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another one"
 
 
 def diagnose_renamed(
     folder: CheckpointFolder, known: Collection[PurePosixPath]
 ) -> Iterator[WrongState | UnknownState]:
-    """Yield the states of a ``save_state`` folder that were saved under the name of another file that is there.
+    """Yield the states of ``save_state`` or the Trainer that were saved under the name of another file that is there.
 
     ``torch.save`` names the folder in its zip file after the file (torch 2.13): ``random_states_0/data.pkl``.
     The name stays when the file is copied, renamed or repaired. In 420 saves of accelerate 1.6 to 1.15 each state has
@@ -150,15 +153,19 @@ def diagnose_renamed(
     components = {
         component.path: component
         for component in folder.components
-        if component.role in _NOUNS and component.name.is_state_file and not component.name.is_of_trainer
+        if component.role in _NOUNS and component.name.is_state_file
     }
-    if not folder.is_save_state and all(one.role is not Role.CUSTOM for one in components.values()):
-        return
+    is_of_accelerate = folder.is_save_state or any(one.role is Role.CUSTOM for one in components.values())
+    # Next to states of accelerate the names of the Trainer are a script's, and without them those of accelerate are.
+    components = {
+        path: one for path, one in components.items() if one.name.is_of_trainer is not is_of_accelerate
+    }
     files = {path: one.content for path, one in components.items() if isinstance(one.content, TorchFile)}
     saved_as = {
         path: file.container.root for path, file in files.items() if isinstance(file.container, TorchZip)
     }
     by_stem = {path.stem: path for path in saved_as}
+    effect = _ON_RENAMED if is_of_accelerate else _ON_RENAMED_BY_TRAINER
     for path, file in files.items():
         role, name = components[path].role, saved_as.get(path, "")
         if path in known or name == path.stem:
@@ -171,13 +178,15 @@ def diagnose_renamed(
             is_same_role = role is components[partner].role
             # A copy of another state of its role is compared with it elsewhere: it is a duplicate. A registered module
             # may be exported: its copy is under a model's name.
-            is_judged = is_exchanged or (role is Role.CUSTOM if is_same_role else role is not Role.MODEL)
+            # No resume reads training arguments.
+            is_free = role in (Role.MODEL, Role.TRAINING_ARGUMENTS)
+            is_judged = is_exchanged or (role is Role.CUSTOM if is_same_role else not is_free)
             if (is_exchanged or is_copy) and is_judged and not is_reported:
                 yield (RenamedState if is_same_role else WrongState)(
                     path=path,
-                    holds=f"{_NOUNS[components[partner].role]}, saved as {partner}",
-                    expected="its own state" if is_same_role else _NOUNS[role],
-                    effect=_ON_RENAMED,
+                    holds=f"{_noun_of(components[partner])}, saved as {partner}",
+                    expected="its own state" if is_same_role else _noun_of(components[path]),
+                    effect=effect if is_of_accelerate or not is_same_role else _ON_EXCHANGED_RANKS,
                     exchanged_with=str(partner) if is_exchanged else "",
                 )
         elif role is Role.CUSTOM and _has_random_states(file):
@@ -186,6 +195,12 @@ def diagnose_renamed(
             yield (WrongState if is_certain else UnknownState)(
                 path=path, holds=_NOUNS[Role.RNG_STATE], expected=_NOUNS[role], effect=_ON_RENAMED
             )
+
+
+def _noun_of(component: Component) -> str:
+    if component.role is Role.RNG_STATE and component.name.is_of_trainer:
+        return Content.TRAINER_RANDOM_STATES.value
+    return _NOUNS[component.role]
 
 
 def _has_random_states(file: TorchFile) -> bool:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -578,3 +579,55 @@ def test_a_config_that_is_no_json_object(text: str, checkpoint: Path, tmp_path: 
     assert str(warning_of(checkpoint)).endswith("so the Trainer and from_pretrained fail")
     with pytest.raises(UsageError, match=r"config\.json: "):
         ckptfix.latest_checkpoint(checkpoint.parent)
+
+
+def exchange(root: Path, first: str, second: str) -> None:
+    (root / first).rename(root / "third")
+    (root / second).rename(root / first)
+    (root / "third").rename(root / second)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_state_that_was_exchanged_with_the_training_arguments_is_told(name: str, checkpoint: Path) -> None:
+    exchange(checkpoint, name, "training_args.bin")
+    with pytest.raises(UnpicklingError, match="TrainingArguments"):
+        weights_after(checkpoint.parent.parent / "out", checkpoint)
+    report = check(checkpoint)
+    (finding,) = (one for one in report.findings if one.severity.value != "note")
+    assert finding.severity.value == "error"
+    assert str(finding) == (
+        f"{name}: it holds the Trainer's training arguments, saved as training_args.bin (expected {NOUNS[name]}); it "
+        "was exchanged with training_args.bin"
+    )
+    assert finding.advice.startswith("the Trainer's resume fails: give")
+
+
+NOUNS = {
+    "optimizer.pt": "an optimizer",
+    "scheduler.pt": "a scheduler",
+    "rng_state.pth": "the Trainer's random states",
+}
+
+
+@pytest.mark.parametrize("is_next_to_others", [True, False])
+def test_random_states_that_got_a_rank_are_told(
+    is_next_to_others: bool, saved: tuple[Path, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    run_ = Path(shutil.copytree(saved[0].parent, tmp_path / "run"))
+    if not is_next_to_others:
+        shutil.rmtree(run_ / "checkpoint-4")
+    checkpoint = run_ / "checkpoint-2"
+    assert is_resumed(checkpoint, saved[1])
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    assert not is_resumed(checkpoint, saved[1])
+    finding = warning_of(checkpoint)
+    assert str(finding) == (
+        "rng_state.pth is missing: rng_state_0.pth was saved under this name, by a run of one process"
+    )
+    assert "rename it to rng_state.pth" in finding.advice
+    (checkpoint / "rng_state_0.pth").rename(checkpoint / "rng_state.pth")
+    assert check(checkpoint).status == 0
+    # A node of a run of several processes has those of its own ranks.
+    (checkpoint / "rng_state.pth").unlink()
+    torch.save({"python": (3, (), None)}, checkpoint / "rng_state_0.pth")
+    assert all("was saved under" not in str(one) for one in check(checkpoint).findings)
