@@ -30,6 +30,8 @@ PIPELINE = "model_index.json"
 """The file in which diffusers lists the components of a pipeline, each in a sub-folder."""
 MODULES = "modules.json"
 """The file in which sentence-transformers lists the modules of a model, in sub-folders and the folder itself."""
+NO_OBJECT = "not a JSON object"
+
 _OF_SENTENCES = ("config_sentence_transformers.json", "sentence_bert_config.json")
 """Files that sentence-transformers writes next to it, the first since version 2."""
 _LONGEST_CONFIG = 1 << 20
@@ -237,7 +239,7 @@ def _object_in(text: bytes | str) -> dict[str, Any]:
     """Return the object that a JSON text holds. Raises ValueError with the reason in words."""
     document = _json_in(text)
     if not isinstance(document, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError(NO_OBJECT)
     return document
 
 

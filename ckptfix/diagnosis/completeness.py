@@ -42,6 +42,7 @@ from ckptfix.checkpoint.model_configs import (
     ADAPTER,
     CONFIG,
     GENERATION,
+    NO_OBJECT,
     PIPELINE,
     LostModel,
     broken_config,
@@ -137,9 +138,12 @@ def incomplete(
         yield from _incomplete_of_trainer(folder, hidden, has_deepspeed=has_deepspeed)
 
 
+_DEFAULTS = "from_pretrained takes default settings for generation without an error"
+
 _READ_BY = {
     CONFIG: ("from_pretrained fails", "the Trainer and from_pretrained fail"),
     ADAPTER: ("PeftModel.from_pretrained fails", "PeftModel.from_pretrained fails"),
+    GENERATION: (_DEFAULTS, _DEFAULTS),
 }
 """The loads that fail without a config, and with one that is not JSON (transformers 5.23, peft 0.21)."""
 
@@ -165,6 +169,8 @@ def _incomplete_of_trainer(
         # diffusers always writes the class. PyTorchModelHubMixin writes {} for a model without arguments.
         if not broken and name == CONFIG in names and is_of_diffusers and is_empty_config(folder.root / name):
             broken, effect = "an empty object", "from_pretrained makes a model of the default sizes"
+        if name == GENERATION and broken == NO_OBJECT:
+            effect = "from_pretrained fails"
         if broken:
             yield IncompleteCheckpoint(
                 path=PurePosixPath(name),

@@ -631,3 +631,32 @@ def test_random_states_that_got_a_rank_are_told(
     (checkpoint / "rng_state.pth").unlink()
     torch.save({"python": (3, (), None)}, checkpoint / "rng_state_0.pth")
     assert all("was saved under" not in str(one) for one in check(checkpoint).findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("", False),
+        ('{"max_new_tokens": 7', False),
+        ("version https://git-lfs.github.com/spec/v1", False),
+        ("[]", True),
+        ("null", True),
+    ],
+)
+def test_a_generation_config_that_is_no_json_object(text: str, fails: bool, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = {"bos_token_id": 3, "eos_token_id": 3, "pad_token_id": 3}
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=20, **tokens))
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path)
+    assert GPT2LMHeadModel.from_pretrained(tmp_path).generation_config.max_new_tokens == 7
+    assert check(tmp_path).status == 0
+    (tmp_path / "generation_config.json").write_text(text)
+    if fails:
+        with pytest.raises(TypeError):
+            GPT2LMHeadModel.from_pretrained(tmp_path)
+    else:
+        assert GPT2LMHeadModel.from_pretrained(tmp_path).generation_config.max_new_tokens is None
+    effect = "fails" if fails else "takes default settings for generation without an error"
+    assert str(warning_of(tmp_path)).endswith(f"so from_pretrained {effect}")
