@@ -351,6 +351,13 @@ def test_laws_of_a_folder_of_torch_files(
     policy=Policy(allow=frozenset(["entry-gap"])),
     pick=1,
 )
+# Rolled back: the index places the key in one of two shards that hold it, and the proof met the other as left over.
+@example(
+    files={"model-00001-of-00002.safetensors": {"fc": b""}, "model-00002-of-00002.safetensors": {"fc": b""}},
+    link="symbolic",
+    policy=Policy(),
+    pick=0,
+)
 def test_another_name_of_a_file_keeps_its_bytes(
     files: dict[str, Tensors], link: str, policy: Policy, pick: int
 ) -> None:

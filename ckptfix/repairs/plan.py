@@ -582,10 +582,17 @@ def plan_indexes(draft: Draft, maps: Maps) -> None:
         is_renamed = any(member.path in renamed for member in group.members)
         if finding is None and not (is_renamed and group.index is not None):
             continue
+        # Of a shard whose tensors another shard holds, too, no loader reads a byte.
+        listed = set(new_map.values())
         action = WriteIndex(
             path=group.index_path,
             weight_map=new_map,
-            total_size=sum(end - begin for shard in group.members for begin, end in _ranges(shard)),
+            total_size=sum(
+                end - begin
+                for shard in group.members
+                if str(shard.path) in listed
+                for begin, end in _ranges(shard)
+            ),
             exists=group.index is not None,
         )
         of_adapter = _dead_adapter(draft, group)

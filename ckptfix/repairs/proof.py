@@ -18,6 +18,7 @@ from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.sharded import StaleShard
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -213,7 +214,8 @@ def _prove_no_new_finding(
 ) -> None:
     """Raise OperationError when a file has a finding of a kind that it did not have before.
 
-    Only the note about keys in a wrapper may come with a rename to such keys. A finding about two files counts for
+    Only the note about keys in a wrapper may come with a rename to such keys, and the note about a left-over shard with
+    a new index that places its keys in another shard, which holds equal values. A finding about two files counts for
     both: after a rename the other one can have fewer wrappers, and be the original.
     """
     known = {
@@ -222,9 +224,12 @@ def _prove_no_new_finding(
         for path in (finding.path, getattr(finding, "original", finding.path))
     }
     renames = any(isinstance(step.action, RewriteNames) for step in steps)
+    written = {path for step in steps for path in _new_index(step)}
     for finding in diagnosis.findings:
         is_known = (_kind(finding), finding.path) in known
-        if not is_known and not (renames and isinstance(finding, WrapperPrefix)):
+        is_of_rename = renames and isinstance(finding, WrapperPrefix)
+        is_of_index = type(finding) is StaleShard and finding.index in written
+        if not (is_known or is_of_rename or is_of_index):
             raise OperationError(f"after the repair there is a new finding: {finding}")
 
 

@@ -118,6 +118,18 @@ def test_no_index_is_written_under_a_name_of_which_another_index_has_the_keys(
     assert library.is_loaded(folder)
 
 
+def test_an_index_is_written_of_shards_of_which_one_has_a_copy_of_all_tensors(
+    saved: Any, tmp_path: Path
+) -> None:
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    folder.index.unlink()
+    write(folder.shard(3), {**read(folder.shard(3)), **read(folder.shard(1))})
+    assert repair(folder.path).status == 0
+    assert library.is_loaded(folder)
+    assert [(one.code, str(one.path)) for one in findings(folder)] == [("stale-shard", folder.shard(1).name)]
+
+
 def test_the_only_index_of_shards_of_any_name_is_written(saved: Any, tmp_path: Path) -> None:
     """``load_checkpoint_in_model`` takes the only index of a folder."""
     library, source = saved[Transformers, ".safetensors"]
