@@ -17,6 +17,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, Pr
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, is_computed, shared_chain
 from ckptfix.checkpoint.loading_order import (
     BIN_INDEX,
+    RESUME,
     ModelNames,
     first_loader,
     is_part,
@@ -42,12 +43,14 @@ class Replacement(NamedTuple):
 
     ``is_complete``: it has every key of their index. ``blocked``: the loaders that take the index of the shards all the
     same, and fail. ``refused_by``: those that refuse a folder with two indexes, and would take this one alone.
+    ``is_resumed``: the Trainer takes it.
     """
 
     path: PurePosixPath
     is_complete: bool
     blocked: tuple[str, ...]
     refused_by: tuple[str, ...]
+    is_resumed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -333,7 +336,8 @@ def _replacement(
         # from_pretrained fails there without the index, too: save_state writes no config.
         blocked = [taker for taker in blocked if taker != "transformers"]
     refused_by = tuple(taker for taker in now.refused_by if taker in without.taken)
-    return Replacement(file.path, not lost, tuple(blocked), refused_by)
+    is_resumed = now.taken.get(RESUME) == str(file.path)
+    return Replacement(file.path, not lost, tuple(blocked), refused_by, is_resumed)
 
 
 def _indexed(

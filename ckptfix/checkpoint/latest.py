@@ -362,9 +362,9 @@ def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
 
 
 def _is_passed_over(folder: CheckpointFolder, index: Component) -> bool:
-    """Return whether every loader takes the file or index of another save before this index."""
+    """Return whether every loader, or the Trainer, takes the file or index of another save before this index."""
     replaced = next((group.replaced for group in group_files(folder) if group.path == index.path), None)
-    return replaced is not None and not replaced.blocked
+    return replaced is not None and (replaced.is_resumed or not replaced.blocked)
 
 
 NO_WEIGHTS = "no weights of a model"

@@ -7,7 +7,7 @@ diffusers 0.42 do. transformers then loads the one file, and diffusers fails, be
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import FileName, ModelName, Role, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, ModelName, Role, parse_file_name
 from ckptfix.checkpoint.keys import is_computed
 
 SAFE, SAFE_INDEX, BIN, BIN_INDEX = ".safetensors", ".safetensors.index", ".bin", ".bin.index"
@@ -40,9 +40,14 @@ _LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 accelerate 1.15.0: ``checkpointing.py:load_accelerator_state``; ``utils/modeling.py:load_checkpoint_in_model``, which
 takes an index only where neither file exists. transformers 5.23.0: ``_get_resolved_checkpoint_files`` of
 ``modeling_utils.py``. diffusers 0.42.1: ``models/modeling_utils.py:from_pretrained`` and ``loaders/lora_base.py``.
-PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``. The Trainer, too, resumes from an index only where neither
-file exists (``trainer.py:_load_from_checkpoint``), and transformers 4.44.2 has the order of 5.23.0.
+PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``. transformers 4.44.2 has the order of 5.23.0.
 """
+
+RESUME = "the Trainer"
+"""The loader that resumes from a folder with a ``trainer_state.json``."""
+_RESUMED = (SAFE, BIN, SAFE_INDEX, BIN_INDEX)
+"""The kinds that it looks for under the names of transformers: an index only where neither file exists (5.23.0,
+``trainer.py:_load_from_checkpoint``)."""
 
 BY_OPTION = {("diffusers", BIN_INDEX)}
 """Kinds that a loader takes only with an option: ``use_safetensors=False``."""
@@ -74,25 +79,29 @@ def loaders_of(model: ModelName, position: int) -> dict[str, tuple[str, ...]]:
 class ModelNames(NamedTuple):
     """The names of files in a folder for which loaders look, parsed once: a folder may have thousands of models.
 
-    ``kinds``: model and position -> kind of family -> name. ``indexes``: of all models.
+    ``kinds``: model and position -> kind of family -> name. ``indexes``: of all models. ``is_of_trainer``: the Trainer
+    saved the folder.
     """
 
     kinds: Mapping[tuple[ModelName, int], Mapping[str, str]]
     indexes: frozenset[str]
+    is_of_trainer: bool
 
 
 def model_names(names: Iterable[str]) -> ModelNames:
     """Return the names for which loaders look, of all files in a folder."""
     kinds: dict[tuple[ModelName, int], dict[str, str]] = {}
     indexes = set()
+    is_of_trainer = False
     for name in names:
+        is_of_trainer |= name == TRAINER_STATE
         parsed = parse_file_name(name)
         kind = kind_of(parsed) if parsed is not None else None
         if parsed is not None and parsed.model is not None and kind is not None:
             kinds.setdefault((parsed.model, parsed.index), {})[kind] = name
         if name.endswith(".index.json"):
             indexes.add(name)
-    return ModelNames(kinds, frozenset(indexes))
+    return ModelNames(kinds, frozenset(indexes), is_of_trainer)
 
 
 class Loads(NamedTuple):
@@ -120,7 +129,10 @@ def loads(
         kinds[kind] = added
     taken: dict[str, str] = {}
     by_option: dict[str, str] = {}
-    for loader, order in loaders_of(model, position).items():
+    orders = loaders_of(model, position)
+    if names.is_of_trainer and not model.variant and "transformers" in orders:
+        orders[RESUME] = _RESUMED
+    for loader, order in orders.items():
         for kind in order:
             if kind in kinds:
                 (by_option if (loader, kind) in BY_OPTION else taken).setdefault(loader, kinds[kind])

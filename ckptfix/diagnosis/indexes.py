@@ -87,6 +87,7 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
         leftover,
         loaders=replaced.blocked,
         holds=len(group.listed) if replaced.is_complete else 0,
+        is_resumed=replaced.is_resumed,
     )
 
 

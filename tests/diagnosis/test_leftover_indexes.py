@@ -173,6 +173,28 @@ def test_an_index_of_safetensors_next_to_bin_stops_from_pretrained(tmp_path: Pat
     assert notes(path) == []
 
 
+def test_the_trainer_resumes_from_bin_next_to_an_index_that_stops_from_pretrained(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-2"
+    library = Transformers()
+    library.new().save_pretrained(path, max_shard_size="1KB")
+    without_shards(path)
+    torch.save(library.model.state_dict(), path / "pytorch_model.bin")
+    (path / "trainer_state.json").write_text('{"global_step": 2, "log_history": []}')
+    with pytest.raises(OSError, match="No such file or directory"):
+        type(library.model).from_pretrained(path)
+    assert is_equal(library.model, resumed_by_trainer(library, path))
+    ((severity, code, sentence),) = notes(path)
+    assert (severity, code) == ("error", "index-mismatch")
+    assert sentence.endswith(", and fails; the Trainer resumes from pytorch_model.bin")
+    assert latest_checkpoint(tmp_path) == path
+    # Without the file, it takes the index, too.
+    (path / "pytorch_model.bin").unlink()
+    with pytest.raises(OSError, match="No such file or directory"):
+        resumed_by_trainer(library, path)
+    with pytest.raises(UsageError, match="no complete checkpoint"):
+        latest_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["a part of the keys", "cut", "not a state dict", "another model"])
 def test_shards_are_missing_where_the_file_may_not_replace_them(tmp_path: Path, what: str) -> None:
     name = "pytorch_model.bin" if what == "not a state dict" else "model.safetensors"

@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, list_names, series
@@ -378,6 +378,7 @@ class BlockingIndex(LeftoverIndex):
     """An index whose shards are gone, and that a loader takes before the file of a later save.
 
     ``loaders``: these loaders. ``holds``: how many keys the index lists, 0 where the file lacks some of them.
+    ``is_resumed``: the Trainer takes the file, and resumes.
     """
 
     code = IndexMismatch.code
@@ -385,13 +386,20 @@ class BlockingIndex(LeftoverIndex):
 
     loaders: tuple[str, ...]
     holds: int
+    is_resumed: bool = False
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds where the Trainer takes the file before the index; ``from_pretrained`` still fails."""
+        return Resume.SUCCEEDS if self.is_resumed else Resume.FAILS
 
     def __str__(self) -> str:
         holds = "whose shards hold" if self.file.suffix == ".json" else "which holds"
         held = f", {holds} its {count_of(self.holds, 'tensor')}" if self.holds else ""
         take, fail = ("takes", "fails") if len(self.loaders) == 1 else ("take", "fail")
         taken = f"{series(self.loaders)} {take} it before {self.file}{held}, and {fail}"
-        return f"{self._left_over}; {taken}{self._refusal}"
+        resumed = f"; the Trainer resumes from {self.file}" if self.is_resumed else ""
+        return f"{self._left_over}; {taken}{resumed}{self._refusal}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
