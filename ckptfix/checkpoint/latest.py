@@ -264,6 +264,8 @@ def incomplete(
         return described(error)
     if losses is not None:
         return f"it was salvaged: {losses}"
+    if inner := _lies_in(checkpoint, names):
+        return f"all its files are in {inner}/, where no run looks for them: move them up"
     if not holds_weights(checkpoint, names):
         return NO_WEIGHTS
     if _STATES not in names:
@@ -283,6 +285,24 @@ def incomplete(
         return _damage(checkpoint, names, scan) if reads_files else None
     except OSError as error:
         return described(error)
+
+
+def _lies_in(checkpoint: Path, names: Collection[str]) -> str:
+    """Return the sub-folder that is all a folder holds, and that is a checkpoint, "" for any other folder.
+
+    An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint onto itself.
+    """
+    visible = [name for name in names if not name.startswith(".") and name != OF_ARCHIVES]
+    if len(visible) != 1 or not (checkpoint / visible[0]).is_dir():
+        return ""
+    inner: list[str] = []
+    with suppress(OSError):
+        inner = os.listdir(checkpoint / visible[0])
+    return visible[0] if _STATES in inner or TRAINER_STATE in inner else ""
+
+
+OF_ARCHIVES = "__MACOSX"
+"""Folder with attributes of files that macOS puts into archives."""
 
 
 def _damage(

@@ -1,6 +1,7 @@
 """Target of a command: a folder, or one file in it."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -12,7 +13,7 @@ from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folder
 from ckptfix.checkpoint.downloads import half_downloads, may_be_download
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.checkpoint.latest import cut_upload, family_holds, holds_files, is_bare
+from ckptfix.checkpoint.latest import OF_ARCHIVES, cut_upload, family_holds, holds_files, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.model_configs import (
     MODULES,
@@ -25,7 +26,7 @@ from ckptfix.checkpoint.model_configs import (
 )
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
-from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.storage.paths import JOURNAL, command, existing, shell_path
 from ckptfix.storage.reading import listed_names, store_of, walk
 from ckptfix.storage.staged import is_temporary
 from ckptfix.wording import count_of, list_names
@@ -80,7 +81,8 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
             f"{folder.root} holds no file of a checkpoint: {why}; next: wait until it has ended, or save again"
         )
     if not folder.subfolders:
-        raise UsageError(f"{folder.root} holds no file of a checkpoint: {folder.instead}")
+        advice = _without_ending(folder)
+        raise UsageError(f"{folder.root} holds no file of a checkpoint: {folder.instead}{advice}")
     names = f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
     next_step = f"to look into them: {command('check', folder.root, '', '--recursive')}"
     if verb != "check":
@@ -88,6 +90,26 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
     raise UsageError(
         f"{folder.root} holds no file of a checkpoint, but {names}: name one of them; {next_step}"
     )
+
+
+_ENDING = re.compile(r"(.+)(~|\.[0-9]{1,2}|\.(?:bak|backup|old|orig))", re.DOTALL)
+"""Endings that editors, ``cp --backup``, ``logrotate`` and people add to names."""
+
+
+def _without_ending(folder: CheckpointFolder) -> str:
+    """Return the command that renames all files of a folder in which each has one ending more, "" for other folders."""
+    matches = [_ENDING.fullmatch(path.name) for path in folder.strays]
+    endings = {match[2] if match else "" for match in matches}
+    names = (parse_file_name(match[1]) for match in matches if match)
+    if len(endings) != 1 or not any(name is not None and name.is_state_file for name in names):
+        return ""
+    (ending,) = endings
+    if store_of(folder.root) is not None:
+        return f"; rename them without {ending!r}"
+    shorter = "?" if ending == "~" else ".*"
+    where = shell_path(folder.root)
+    command_line = f'for file in {where}/*{ending}; do mv -n "$file" "${{file%{shorter}}}"; done'
+    return f"; to rename them without {ending!r}: {command_line}"
 
 
 def commands_for(checkpoints: Iterable[Path], verb: str, after: str = "") -> str:
@@ -115,18 +137,12 @@ def holds_checkpoint(folder: CheckpointFolder) -> bool:
     )
 
 
-_OF_ARCHIVES = "__MACOSX"
-"""Folder with attributes of files that macOS puts into archives."""
-
-
 def nested_checkpoint(folder: CheckpointFolder) -> Path | None:
     """Return the checkpoint in a sub-folder that is all a folder holds, None for any other folder.
 
     An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint onto itself.
     """
-    below = [
-        path for path in folder.subfolders if not path.name.startswith(".") and path.name != _OF_ARCHIVES
-    ]
+    below = [path for path in folder.subfolders if not path.name.startswith(".") and path.name != OF_ARCHIVES]
     is_alone = len(below) == 1 and all(path.name.startswith(".") for path in folder.strays)
     if (
         not is_alone

@@ -1,6 +1,7 @@
 """Checkpoints that are all a folder holds, as archives and ``cp -r`` leave them."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,9 @@ def test_a_checkpoint_in_a_folder_of_its_name(
     assert check(inner).findings == ()
     assert run(["check", str(outer)]) == 1
     assert f"{inner}: 1 warning" in capsys.readouterr().out
-    with pytest.raises(UsageError):
+    with pytest.raises(
+        UsageError, match="all its files are in checkpoint_10/, where no run looks for them: move"
+    ):
         latest_checkpoint(outer.parent)
 
 
@@ -79,3 +82,28 @@ def test_a_copy_inside_of_the_same_checkpoint_changes_nothing(saved: Path, tmp_p
     Small().accelerator.load_state(str(outer))
     report = check(outer)
     assert (report.path, report.status) == (outer, 0)
+
+
+@pytest.mark.parametrize("ending", ["~", ".1", ".bak"])
+def test_a_folder_in_which_every_name_has_one_ending_more(saved: Path, tmp_path: Path, ending: str) -> None:
+    path = Path(shutil.copytree(saved, tmp_path / "a run/checkpoint_10"))
+    for file in [*path.iterdir()]:
+        file.rename(file.with_name(file.name + ending))
+    with pytest.raises(FileNotFoundError):
+        Small().accelerator.load_state(str(path))
+    with pytest.raises(UsageError, match=f"; to rename them without '{ending}': ") as caught:
+        check(path)
+    subprocess.run(str(caught.value).partition(f"without {ending!r}: ")[2], shell=True, check=True)
+    Small().accelerator.load_state(str(path))
+    assert check(path).findings == ()
+
+
+@pytest.mark.parametrize(
+    "names", [("optimizer.bin~", "model.safetensors.bak"), ("notes.txt~", "x.py~")], ids=str
+)
+def test_no_rename_of_other_files_is_offered(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UsageError) as caught:
+        check(tmp_path)
+    assert "; to rename them" not in str(caught.value)
