@@ -144,12 +144,7 @@ def nested_checkpoint(folder: CheckpointFolder) -> Path | None:
     """
     below = [path for path in folder.subfolders if not path.name.startswith(".") and path.name != OF_ARCHIVES]
     is_alone = len(below) == 1 and all(path.name.startswith(".") for path in folder.strays)
-    if (
-        not is_alone
-        or folder.only is not None
-        or holds_checkpoint(folder)
-        or store_of(folder.root) is not None
-    ):
+    if not is_alone or folder.only is not None or holds_checkpoint(folder):
         return None
     inner = folder.root / below[0]
     return inner if holds_files(inner) else None

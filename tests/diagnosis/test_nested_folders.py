@@ -1,5 +1,6 @@
 """Checkpoints that are all a folder holds, as archives and ``cp -r`` leave them."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.cli import run
 from ckptfix.errors import UsageError
 from tests.diagnosis.test_misnamed import Small
+from tests.stores.servers import upload_folder
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,17 @@ def test_a_checkpoint_in_a_folder_of_its_name(
         UsageError, match="all its files are in checkpoint_10/, where no run looks for them: move"
     ):
         latest_checkpoint(outer.parent)
+
+
+@pytest.mark.parametrize("name", ["checkpoint_10", "run"])
+def test_a_checkpoint_in_a_folder_of_a_store(saved: Path, tmp_path: Path, name: str) -> None:
+    outer = tmp_path / name
+    shutil.copytree(saved, outer / "checkpoint_10")
+    url = f"memory://{os.urandom(6).hex()}/{name}"
+    upload_folder(outer, url)
+    codes = [finding.code for finding in check(outer).findings]
+    assert [finding.code for finding in check(url).findings] == codes
+    assert codes == (["incomplete-checkpoint"] if name == "checkpoint_10" else [])
 
 
 def test_damage_inside_is_found(saved: Path, tmp_path: Path) -> None:
