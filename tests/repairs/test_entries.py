@@ -279,7 +279,7 @@ def test_models_n_drops_proven_copies(
 @pytest.mark.parametrize(
     ("models", "keep", "reason"),
     [
-        ((STUDENT, TEACHER), 1, "of which 0 equal another"),
+        ((STUDENT, TEACHER), 1, "the folder has 2, and 0 equal another"),
         ((STUDENT, STUDENT, TEACHER, TEACHER), 3, "which is not clear"),
         ((STUDENT,), 2, "the folder has 1"),
         ((STUDENT, wrapped(STUDENT)), 2, "2 models asked for, without duplicates 1 would remain"),
