@@ -22,7 +22,7 @@ OPTIONS: tuple[dict[str, bool], ...] = (
 
 
 def classes(decorator: Callable[..., Any], options: dict[str, bool]) -> list[Any]:
-    """Return a base, a class of it with fields that are not compared or shown, one with own methods, an empty one."""
+    """Return a base, a class of it with fields that are not compared or shown, and classes without own fields."""
 
     @decorator(**options)
     class Base:
@@ -46,17 +46,23 @@ def classes(decorator: Callable[..., Any], options: dict[str, bool]) -> list[Any
     class Empty:
         pass
 
-    return [Base, Derived, Own, Empty]
+    @decorator(**options)
+    class Worded(Derived):
+        def words(self) -> str:
+            return self.label
+
+    return [Base, Derived, Own, Empty, Worded]
 
 
 def values(made: list[Any]) -> list[Any]:
-    base, derived, own, empty = made
+    base, derived, own, empty, worded = made
     return [
         *(base(number=number) for number in (1, 1, 2)),
         *(derived(number=1, label=label, hidden=hidden) for label in "ab" for hidden in (0, 1)),
         *(derived(number=1, ignored=ignored) for ignored in (0, 1)),
         *(own(number=number) for number in (1, 2)),
         *(empty(), empty()),
+        *(worded(number=1, label=label) for label in "aab"),
     ]
 
 
