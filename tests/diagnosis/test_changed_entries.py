@@ -101,6 +101,7 @@ def shuffle(state: dict[str, Any]) -> None:
 
 WRONG: Mapping[str, Change] = {
     "every key renamed": of_model(lambda state: {f"body.{key}": state[key] for key in state}),
+    "wrapped keys": of_model(lambda state: {f"module.{key}": state[key] for key in state}),
     # Both headers have the same length, and so have the files.
     "every key renamed, same size": of_model(lambda state: {key.swapcase(): state[key] for key in state}),
     "moments of two parameters exchanged": edited(shuffle),
@@ -113,9 +114,8 @@ POSSIBLE: Mapping[str, Change] = {
     "a tensor more": of_model(lambda state: {**state, "scale": torch.ones(1)}),
     "two param groups": edited(regroup),
     "a parameter fewer": edited(shrink),
-    "wrapped keys": of_model(lambda state: {f"module.{key}": state[key] for key in state}),
 }
-"""Changes that a script can make on purpose: a buffer, other param groups, a frozen bias, a wrapper."""
+"""Changes that a script can make on purpose: a buffer, other param groups, a frozen bias."""
 
 
 def severities(root: Path) -> set[str]:
