@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -175,6 +176,9 @@ def made(path: Path) -> Iterator[Path]:
         cache.forget(str(top))
         with changing():
             shutil.rmtree(part.root)
+            # The next part may be a folder above: runs/two after runs/two/more/checkpoint_1 was "File exists".
+            for above in takewhile(lambda above: above != top, part.root.parents):
+                above.rmdir()
         with image.lock:
             image.tops.append(top)
 

@@ -330,6 +330,16 @@ def test_a_path_of_a_part_that_has_gone_is_no_hole_of_the_next_one(url: str) -> 
         assert same == CASE
 
 
+def test_a_part_above_the_one_before_it_is_made(url: str) -> None:
+    """``scrub`` of a store ended with "File exists" where two threads looked at ``two`` and ``two/more/one``."""
+    for name in ("two", "two/more/one"):
+        uploaded(f"{url}/{name}")
+    place = images.listing_of(url)
+    for name in ("two/more/one", "two", "two/more/one"):
+        with images.made(place / name) as part:
+            assert (part / "model.safetensors").is_file()
+
+
 def test_without_room_nothing_is_downloaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded(url)
     place = images.image_of(url)
