@@ -64,9 +64,11 @@ from ckptfix.checkpoint.trainer_folders import (
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
+    ConfiglessModel,
     IncompleteCheckpoint,
     InterruptedSave,
     LeftoverSave,
+    LostConfig,
     LostModelFiles,
     LostTag,
     MissingFile,
@@ -504,7 +506,7 @@ def diagnose_save(
         findings += interrupted(folder, states)
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _lost_models(folder)
-            findings += _lost_configs(folder)
+            findings += _lost_configs(folder, neighbours)
         findings += _modelless(folder, states)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
@@ -594,11 +596,12 @@ def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:
             yield _missing_model(lost)
 
 
-def _lost_configs(folder: CheckpointFolder) -> Iterator[LostModelFiles]:
+def _lost_configs(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[LostModelFiles]:
     """Yield a finding for each model of diffusers in a sub-folder of ``save_state`` that lacks its config.
 
     Hooks of diffusers' scripts save ``unet/`` so. Its file names are those of ``ModelMixin.save_pretrained``, which
-    always writes both (diffusers 0.42). A config under another name has a finding of its own.
+    always writes both (diffusers 0.42). A hook that calls ``save_file`` under such a name writes no config, in any
+    checkpoint. A config under another name has a finding of its own.
     """
     for path in folder.plain_subfolders if folder.is_save_state else ():
         names: tuple[str, ...] = ()
@@ -607,7 +610,11 @@ def _lost_configs(folder: CheckpointFolder) -> Iterator[LostModelFiles]:
         weights = next((name for name in names if _is_of_diffusers(name)), None)
         if weights and CONFIG not in names and not any(hidden_configs(folder.root / path, names)):
             lost = path / CONFIG
-            yield LostModelFiles(path=lost, missing=(str(lost),), known_by=f"{path / weights} is there")
+            near = [files for save in neighbours.nearest() if (files := save.model_in(str(path)))]
+            kind: type[LostModelFiles] = LostConfig
+            if near:
+                kind = LostModelFiles if any(CONFIG in files for files in near) else ConfiglessModel
+            yield kind(path=lost, missing=(str(lost),), known_by=f"{path / weights} is there")
 
 
 def _is_of_diffusers(name: str) -> bool:

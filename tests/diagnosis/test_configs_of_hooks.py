@@ -11,11 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptfix import check, latest_checkpoint
-from ckptfix.errors import UsageError
+from ckptfix.diagnosis.check import resume_problem
 from tests.stores.servers import upload_folder
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def unet() -> Any:
@@ -78,11 +80,52 @@ def test_the_config_of_a_model_of_a_hook_is_lost(
         Run(*folders).accelerator.load_state(str(folder))
     (problem,) = problems(folder)
     assert problem.startswith(f"{folders[0]}/config.json is missing: {folders[0]}/diffusion_pytorch_model")
-    with pytest.raises(UsageError, match=r"config\.json is missing"):
-        latest_checkpoint(folder.parent)
+    # A hook of another script may write the weights alone: only the checkpoints next to it decide.
+    assert latest_checkpoint(folder.parent) == folder
     url = f"memory://{os.urandom(6).hex()}/checkpoint-5"
     upload_folder(folder, url)
     assert problems(url) == [problem]
+
+
+class RunWithoutConfig(Run):
+    """The hooks of a script that writes weights under the name of diffusers by itself, and reads them so."""
+
+    def _save(self, models: list[Any], weights: list[Any], path: str) -> None:
+        for name in self.folders:
+            os.makedirs(os.path.join(path, name))
+            save_file(models[0].state_dict(), os.path.join(path, name, WEIGHTS), {"format": "pt"})
+        weights.pop()
+
+    def _load(self, models: list[Any], path: str) -> None:
+        model = models.pop()
+        for name in self.folders:
+            model.load_state_dict(load_file(os.path.join(path, name, WEIGHTS)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_hook_that_writes_no_config_is_healthy(tmp_path: Path, count: int) -> None:
+    script = RunWithoutConfig("transformer")
+    for step in range(count):
+        script.accelerator.save_state(str(tmp_path / f"checkpoint-{step}"))
+    newest = tmp_path / f"checkpoint-{count - 1}"
+    RunWithoutConfig("transformer").accelerator.load_state(str(newest))
+    assert latest_checkpoint(tmp_path) == newest
+    # Alone it looks like a folder that lost its config.
+    assert [check(folder).status for folder in tmp_path.iterdir()] == ([1] if count == 1 else [0] * count)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_checkpoints_next_to_it_have_the_config(tmp_path: Path, number: int) -> None:
+    script = Run("unet")
+    for step in range(3):
+        script.accelerator.save_state(str(tmp_path / f"checkpoint-{step}"))
+    (tmp_path / f"checkpoint-{number}/unet/config.json").unlink()
+    assert [check(tmp_path / f"checkpoint-{step}").status for step in range(3)] == [
+        int(step == number) for step in range(3)
+    ]
+    problem = resume_problem(tmp_path / f"checkpoint-{number}")
+    assert problem is not None
+    assert problem.startswith("unet/config.json is missing")
 
 
 def test_the_config_has_another_name(tmp_path: Path) -> None:

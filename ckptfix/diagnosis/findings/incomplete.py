@@ -258,6 +258,36 @@ class LostModelFiles(IncompleteCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostConfig(LostModelFiles):
+    """A config next to weights under the name of diffusers, where no checkpoint shows whether the script writes it."""
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds for a hook that writes the weights itself, and reads them without a config."""
+        return Resume.FAILS_IF_NEW
+
+    @property
+    def advice(self) -> str:
+        """Advice to copy the config again, unless the hook reads none."""
+        return (
+            f"from_pretrained in a load hook fails without {self._what}; copy {self._what} again, or ignore this if "
+            "the hooks of the script write and read the weights themselves"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiglessModel(LostConfig):
+    """The same where no checkpoint next to this one has a config: the script writes none."""
+
+    severity = Severity.NOTE
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds, as from all of them."""
+        return Resume.SUCCEEDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaterModel(LostModelFiles):
     """A model that all later checkpoints have, and the oldest one lacks: an average may begin later in a run."""
 
