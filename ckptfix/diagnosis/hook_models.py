@@ -20,7 +20,7 @@ from ckptfix.checkpoint.model_configs import CONFIG, ConfigOfModel, config_of_mo
 from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
-from ckptfix.diagnosis.findings.misplaced import MisplacedEntry
+from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.optimizer_states import OptimizerReport, Weights, diagnose_optimizers, weights_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
@@ -210,36 +210,43 @@ def _unlike_neighbours(
     """Yield the models with other keys or shapes than in all of the nearest saves, though their configs are equal.
 
     Of two checkpoints either may be the changed one, unless the optimizer contradicts this one (``is_doubted``), or it
-    alone has one word before all of its keys.
+    alone has one word before all of its keys. At an end of the run the script may have changed the model: one that
+    adds a module to ``unet`` for its second phase leaves the config as it is. That is a note.
     """
     for model in models:
         own = model.keys
-        near: list[dict[str, Shape]] = []
-        for keys in _keys_near(model, neighbours) if own else ():
-            near.append(keys)
+        near: list[tuple[bool, dict[str, Shape]]] = []
+        for is_earlier, keys in _keys_near(model, neighbours) if own else ():
+            near.append((is_earlier, keys))
             if keys == own:
                 break
-        if not near or near[-1] == own or any(keys != near[0] for keys in near):
+        expected = near[0][1] if near else own
+        if own == expected or any(keys != expected for _, keys in near):
             continue
-        if len(near) > 1 or is_doubted or _is_prefixed(own, near[0]):
-            yield _of_keys(model, own, near[0], next_to_it(len(near)))
+        is_between = len({is_earlier for is_earlier, _ in near}) == 2
+        is_other = is_doubted or _is_prefixed(own, expected) or own.keys().isdisjoint(expected)
+        if len(near) > 1 or is_doubted or _is_prefixed(own, expected):
+            yield _of_keys(model, own, expected, next_to_it(len(near)), is_wrong=is_between or is_other)
 
 
-def _keys_near(model: HookModel, neighbours: Neighbours) -> Iterator[dict[str, Shape]]:
-    """Yield the keys of a model in each of the nearest saves that has one with the same config."""
+def _keys_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[bool, dict[str, Shape]]]:
+    """Yield the keys of a model in each of the nearest saves that has one with the same config.
+
+    Before them: whether the save is an earlier one.
+    """
     config = model.config
     for neighbour in neighbours.nearest() if config is not None else ():
         with suppress(CkptfixError, OSError), neighbour.opened() as root:
             there = root / model.path
             # In a store a header costs as many requests as a whole check of a small folder.
             if store_of(root) is not None and _has_sizes(there, model.folder):
-                yield model.keys
+                yield neighbour.is_earlier, model.keys
                 continue
             config_there = config_of_model(there)
             if config_there is None or config is None or config_there.architecture != config.architecture:
                 continue
             if keys := HookModel(model.path, scan_folder(there)).keys:
-                yield keys
+                yield neighbour.is_earlier, keys
 
 
 def _has_sizes(there: Path, folder: CheckpointFolder) -> bool:
@@ -282,10 +289,12 @@ def _of_keys(
     own: Mapping[str, Shape],
     expected: Mapping[str, Shape],
     place: str,
+    *,
+    is_wrong: bool = True,
 ) -> MisplacedEntry:
     strange = len(own.items() - expected.items())
     words = f", {strange} of them with other keys or shapes" if strange else ""
-    return MisplacedEntry(
+    return (MisplacedEntry if is_wrong else ChangedEntry)(
         path=model.weights,
         holds=f"{count_of(len(own), 'tensor')}{words}",
         expected=f"{count_of(len(expected), 'tensor')}, as in {place}",

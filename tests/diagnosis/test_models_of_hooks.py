@@ -249,6 +249,49 @@ def test_weights_contradict_the_checkpoints_next_to_it(
         assert f"unet/{WEIGHTS}: it holds" in "".join(problems(f"{url}/checkpoint-2"))
 
 
+class WithModule(Script):
+    """A script that adds a module to ``unet`` in its second phase, which the config of diffusers does not have."""
+
+    def __init__(self, *, is_trained: bool = True) -> None:
+        super().__init__("unet")
+        self.models["unet"].adapter = torch.nn.Linear(2, 3)
+        if is_trained:
+            self.optimizers[0].add_param_group({"params": list(self.models["unet"].adapter.parameters())})
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_the_newest_checkpoint_has_a_module_more(is_trained: bool, tmp_path: Path) -> None:
+    script = Script("unet")
+    for step in (1, 2):
+        script.saved(tmp_path / f"checkpoint-{step}")
+    folder = WithModule(is_trained=is_trained).saved(tmp_path / "checkpoint-3")
+    report = check(folder)
+    assert report.status == 0, problems(folder)
+    assert [type(finding).__name__ for finding in report.all_findings if "unet/" in str(finding)] == [
+        "ChangedEntry"
+    ]
+    assert latest_checkpoint(tmp_path) == folder
+    # Between two others no script explains it.
+    script.saved(tmp_path / "checkpoint-4")
+    assert check(folder).status == 1
+
+
+@pytest.mark.parametrize("change", [_without_a_key, _transposed, _prefixed])
+@pytest.mark.filterwarnings("ignore")
+def test_the_newest_checkpoint_lost_what_its_optimizer_has(
+    change: Callable[[Tensors], Tensors], tmp_path: Path
+) -> None:
+    script = Script("unet")
+    for step in (1, 2, 3):
+        script.saved(tmp_path / f"checkpoint-{step}")
+    _changed(tmp_path / f"checkpoint-3/unet/{WEIGHTS}", change)
+    _refused(Script("unet"), tmp_path / "checkpoint-3")
+    assert f"unet/{WEIGHTS}: it holds" in "".join(problems(tmp_path / "checkpoint-3"))
+    with pytest.warns(UserWarning, match="passed over checkpoint-3"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
 @pytest.mark.parametrize("name", ["unet", "unet_ema"])
 @pytest.mark.parametrize("change", [_without_a_key, _prefixed])
 @pytest.mark.filterwarnings("ignore")
