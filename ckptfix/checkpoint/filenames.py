@@ -679,3 +679,18 @@ def family_of(name: str) -> tuple[str, int] | None:
 def is_one_of_several(name: str) -> bool:
     """Return whether scripts give this name to one checkpoint in a folder of checkpoints."""
     return _ONE_OF_SEVERAL.fullmatch(name) is not None
+
+
+_COUNTED = re.compile(
+    r"(?:^|.*[^a-z])(?:global)?(?:checkpoint|chkpt|ckpt|snapshot|save|step|epoch|ep|episode|round|update|iteration|iter"
+    r"|it)s?[-_=. ]*",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def counts_saves(before: str) -> bool:
+    """Return whether a number after this text counts the saves of one run, as in ``epoch=`` or ``global_step``.
+
+    A number of ``run_``, ``fold_``, ``seed``, ``client_`` or ``stage`` may tell one run from another.
+    """
+    return _COUNTED.fullmatch(before) is not None

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, counts_saves
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.bundled_optimizers import Bundle
@@ -80,53 +80,75 @@ def diagnose_empty_optimizers(
 
 
 def diagnose_empty_bundles(folder: CheckpointFolder, bundles: Sequence[Bundle]) -> Iterator[EmptyOptimizer]:
-    """Yield the optimizers without states inside files that made steps by a scheduler there, or by an earlier file."""
+    """Yield the optimizers without states inside files that made steps by a scheduler there, or by an earlier file.
+
+    A file whose name differs in another number than those of saves, as ``client_1.pt`` and ``fold_1.pt``, may be of
+    another run, which shows nothing for sure.
+    """
     files = {component.path: component.content for component in folder.components}
-    trained: defaultdict[tuple[str, str], list[tuple[list[int], SavedOptimizer]]] = defaultdict(list)
+    trained: defaultdict[tuple[str, str], list[tuple[list[_Number], SavedOptimizer]]] = defaultdict(list)
     for bundle in bundles:
         for saved in bundle.optimizers:
             if _has_states(saved):
                 trained[_DIGITS.sub("#", str(saved.path)), saved.key].append((_numbers(saved.path), saved))
     for of_name in trained.values():
-        of_name.sort(key=itemgetter(0))
+        of_name.sort(key=itemgetter(0), reverse=True)
     for bundle in bundles:
         for saved in bundle.optimizers:
             if _has_states(saved) or not _keeps_states(saved):
                 continue
             numbers = _numbers(saved.path)
-            earlier = next(
-                (
-                    str(there.path)
-                    for numbers_there, there in reversed(
-                        trained[_DIGITS.sub("#", str(saved.path)), saved.key]
-                    )
-                    if numbers_there != numbers
-                    and all(first <= second for first, second in zip(numbers_there, numbers, strict=True))
-                    and (saved.options, saved.groups) == (there.options, there.groups)
-                ),
-                "",
-            )
+            before = [
+                (_are_of_one_run(numbers_there, numbers), str(there.path))
+                for numbers_there, there in trained[_DIGITS.sub("#", str(saved.path)), saved.key]
+                if numbers_there != numbers
+                and all(first <= second for first, second in zip(numbers_there, numbers, strict=True))
+                and (saved.options, saved.groups) == (there.options, there.groups)
+            ]
+            earlier = next((path for is_of_run, path in before if is_of_run), "")
             file = files[saved.path]
             moves = _moves_inside(file) if isinstance(file, TorchFile) and len(bundle.optimizers) == 1 else 0
-            evidence = f"its scheduler made {count_of(moves, 'step')}" if moves else ""
             if earlier:
                 evidence = f"{earlier} before it has them"
-            if evidence:
-                yield (LostMoments if earlier else EmptyOptimizer)(
-                    path=saved.path,
-                    key=saved.key,
-                    names=(),
-                    parameters=len(set(saved.parameters)),
-                    evidence=evidence,
-                )
+            elif moves:
+                evidence = f"its scheduler made {count_of(moves, 'step')}"
+            elif before:
+                evidence = f"{before[0][1]} has them"
+            else:
+                continue
+            yield (LostMoments if earlier else EmptyOptimizer)(
+                path=saved.path,
+                key=saved.key,
+                names=(),
+                parameters=len(set(saved.parameters)),
+                evidence=evidence,
+            )
 
 
 _DIGITS = re.compile(r"\d+")
 
+_Number = tuple[int, bool]
+"""A number in a name, and whether it counts saves."""
 
-def _numbers(path: PurePosixPath) -> list[int]:
-    """Return the numbers in a name such as ``epoch=3-step=120.ckpt``: a later file has none that is smaller."""
-    return [int(digits[:_MOST_DIGITS]) for digits in _DIGITS.findall(str(path))]
+
+def _numbers(path: PurePosixPath) -> list[_Number]:
+    """Return the numbers in a name such as ``epoch=3-step=120.ckpt``: a later file has none that is smaller.
+
+    A number that is the whole name of a file counts saves, too.
+    """
+    text = str(path)
+    return [
+        (
+            int(match[0][:_MOST_DIGITS]),
+            counts_saves(text[: match.start()]) or match[0] == path.stem,
+        )
+        for match in _DIGITS.finditer(text)
+    ]
+
+
+def _are_of_one_run(numbers: Sequence[_Number], later: Sequence[_Number]) -> bool:
+    """Return whether two names differ in numbers alone that count saves."""
+    return all(first == second or first[1] for first, second in zip(numbers, later, strict=True))
 
 
 _MOST_DIGITS = 18

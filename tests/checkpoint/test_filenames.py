@@ -19,6 +19,7 @@ from ckptfix.checkpoint.filenames import (
     ModelName,
     Role,
     checkpoint_number,
+    counts_saves,
     describe_folder_name,
     is_one_of_several,
     model_file,
@@ -353,6 +354,30 @@ def test_a_formatted_name_of_a_checkpoint_has_its_number(number: int, pattern: s
     assert checkpoint_number(name, pattern) == number
     assert is_one_of_several(name)
     assert [other for other in FAMILIES if checkpoint_number(name, other) is not None] == [pattern]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "checkpoint-",
+        "ckpt",
+        "epoch=",
+        "epoch=3-step=",
+        "global_step",
+        "model_iter_",
+        "runs/run2/Epoch_",
+        "save ",
+    ],
+)
+def test_numbers_that_count_saves(before: str) -> None:
+    assert counts_saves(before)
+
+
+@pytest.mark.parametrize(
+    "before", ["", "run_", "fold", "client_", "stage", "timestep", "unit", "model_", "step_of_"]
+)
+def test_numbers_that_may_tell_one_run_from_another(before: str) -> None:
+    assert not counts_saves(before)
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -166,6 +166,53 @@ def test_an_earlier_file_with_the_model_shows_that_the_moments_are_lost(tmp_path
     assert told(tmp_path) == [], "a later file shows nothing"
 
 
+def two_files(root: Path, first: str, second: str) -> tuple[int, list[str]]:
+    """Save a trained and a new model under two names, and return the verdict on both."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    bundle(root / second, model, optimizer)
+    run(model, optimizer, 1)
+    bundle(root / first, model, optimizer)
+    return check(root).status, told(root)
+
+
+OF_OTHER_RUNS = [
+    ("client_1.pt", "client_2.pt"),
+    ("fold_1.pt", "fold_2.pt"),
+    ("stage1.pt", "stage2.pt"),
+    ("seed1_best.pt", "seed2_best.pt"),
+    ("run1_epoch0.pt", "run2_epoch1.pt"),
+    ("model_1.pth", "model_2.pth"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), OF_OTHER_RUNS)
+def test_a_file_of_another_run_is_a_note(tmp_path: Path, first: str, second: str) -> None:
+    assert two_files(tmp_path, first, second) == (
+        0,
+        [f"{second}: optimizer: none of 2 parameters has moments, and {first} has them"],
+    )
+
+
+OF_ONE_RUN = [
+    ("checkpoint_1.pt", "checkpoint_2.pt"),
+    ("ckpt-9.pt", "ckpt-10.pt"),
+    ("epoch=1-step=120.ckpt", "epoch=2-step=240.ckpt"),
+    ("run2_epoch0.pt", "run2_epoch1.pt"),
+    ("model_iter_100.pth", "model_iter_200.pth"),
+    ("global_step9.pt", "global_step10.pt"),
+    ("100.pt", "200.pt"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), OF_ONE_RUN)
+def test_an_earlier_file_of_the_run_is_a_warning(tmp_path: Path, first: str, second: str) -> None:
+    assert two_files(tmp_path, first, second) == (
+        1,
+        [f"{second}: optimizer: none of 2 parameters has moments, and {first} before it has them"],
+    )
+
+
 @pytest.mark.parametrize("key", ["scheduler", "lr_schedulers"])
 def test_a_scheduler_in_the_file_that_moved_is_a_note(tmp_path: Path, key: str) -> None:
     model = nn.Linear(2, 2)
