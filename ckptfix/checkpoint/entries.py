@@ -6,7 +6,7 @@ complete model are judged per group: the wrapper of its keys, two keys that woul
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain as concatenated
 from pathlib import Path, PurePosixPath
@@ -323,7 +323,7 @@ def _replacement(
     keys = group.listed.keys() if group.index is not None else of_shards
     lost = {key for key in keys - held if not is_computed(key)}
     # An index of .bin shards lists each of the tied weights, and a safetensors file holds the first of them.
-    may_be_tied = group.index is not None and kind_of(name) == BIN_INDEX and len(lost) <= _MOST_TIES
+    may_be_tied = group.index is not None and kind_of(name) == BIN_INDEX and _may_be_ties(lost, held, group)
     is_piece = held < keys or group.index is None
     if is_piece and is_part(lost, keys) and not may_be_tied:
         return None
@@ -338,6 +338,17 @@ def _replacement(
     refused_by = tuple(taker for taker in now.refused_by if taker in without.taken)
     is_resumed = now.taken.get(RESUME) == str(file.path)
     return Replacement(file.path, not lost, tuple(blocked), refused_by, is_resumed)
+
+
+def _may_be_ties(lost: Collection[str], held: Collection[str], group: ModelFiles) -> bool:
+    """Return whether a file may lack keys of an index because they are tied to the keys that it holds.
+
+    A save writes tied weights into one shard (huggingface_hub, ``split_torch_state_dict_into_shards``; transformers
+    4.44, ``shard_checkpoint``). A file without all weights of a shard, or with fewer keys than it lacks, is a piece.
+    """
+    shards_of_held = {shard for key, shard in group.listed.items() if key in held}
+    in_shards_of_held = shards_of_held.issuperset(group.listed[key] for key in lost)
+    return len(lost) <= _MOST_TIES and 2 * len(lost) <= len(group.listed) and in_shards_of_held
 
 
 def _indexed(

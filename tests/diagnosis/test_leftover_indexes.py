@@ -4,13 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 
 from ckptfix import check, latest_checkpoint, repair, salvage
 from ckptfix.errors import UsageError
@@ -212,10 +214,37 @@ def test_shards_are_missing_where_the_file_may_not_replace_them(tmp_path: Path, 
 
 
 def test_an_index_of_bin_lists_tied_weights_that_safetensors_leaves_out(tmp_path: Path) -> None:
-    write(tmp_path / "pytorch_model.bin.index.json", values(0, "embed.weight", "head.weight"))
+    embedding = torch.zeros(8, 4)
+    state = {"embed.weight": embedding, "body.weight": torch.zeros(64), "head.weight": embedding}
+    save_torch_state_dict(state, tmp_path, max_shard_size=200, safe_serialization=False)
+    assert len(shards_of(tmp_path, BIN)) == 2
     without_shards(tmp_path)
-    write(tmp_path / "model.safetensors", values(1, "embed.weight"))
+    save_torch_state_dict(state, tmp_path, shared_tensors_to_discard=["head.weight"])
+    assert read_keys(tmp_path / "model.safetensors") == {"embed.weight", "body.weight"}
     assert [one[:2] for one in notes(tmp_path)] == [("note", "index-mismatch")]
+
+
+def read_keys(file: Path) -> set[str]:
+    with safe_open(file, "pt") as opened:
+        return set(opened.keys())
+
+
+@pytest.mark.parametrize(
+    ("total", "held"),
+    [(2, [0, 1]), (2, range(7)), (2, [0, 12]), (1, [0, 1]), (4, range(4, 14)), (7, [3])],
+    ids=str,
+)
+def test_a_piece_of_a_small_model_does_not_replace_its_bin_shards(
+    tmp_path: Path, total: int, held: Sequence[int]
+) -> None:
+    """``from_pretrained`` loads ``model.safetensors``, and all weights that it lacks are random."""
+    keys = [f"layer.{number}.weight" for number in range(14)]
+    shards = {
+        key: f"pytorch_model-{1 + at * total // 14:05}-of-{total:05}.bin" for at, key in enumerate(keys)
+    }
+    (tmp_path / BIN).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    write(tmp_path / "model.safetensors", values(1, *(keys[number] for number in held)))
+    assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
 
 
 @pytest.mark.parametrize("kind", [Transformers, Diffusers])
