@@ -76,7 +76,8 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
         path=path,
         file=replaced.path,
         missing=group.missing,
-        shards=tuple(member.path for member in group.members),
+        # A file under another name with the keys of a shard may be of a script, such as a trained head.
+        shards=tuple(member.path for member in group.members if member.path not in group.renamed),
         problem=problem.message if problem is not None else "",
         refused_by=series(replaced.refused_by) if replaced.refused_by else "",
     )

@@ -117,6 +117,20 @@ def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(tmp_
     assert notes(path) == []
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("name", ["head.safetensors", "head-00001-of-00001.safetensors"])
+def test_a_file_of_a_script_is_not_advised_to_be_deleted_with_an_index(
+    tmp_path: Path, name: str, lost: int
+) -> None:
+    two_saves(tmp_path, "model.safetensors", SAFE, lost)
+    kept = [shard.name for shard in shards_of(tmp_path, SAFE) if shard.exists()]
+    write(tmp_path / name, values(7, "a.weight"))
+    (finding,) = check(tmp_path).all_findings
+    assert (finding.severity.value, finding.code) == ("note", "index-mismatch")
+    assert name not in finding.advice_at(str(tmp_path))
+    assert all(shard in finding.advice for shard in kept)
+
+
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
