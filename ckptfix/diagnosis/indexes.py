@@ -121,10 +121,9 @@ def _missing(
         tensors=sum(map(len, keys.values())),
         renamed=tuple(RenamedShard(files[name], name, len(keys[name])) for name in gone if name in files),
         packed=tuple(
-            (path, program)
+            packed
             for name in gone
-            for ending, (program, magic) in _PACKED.items()
-            if (path := PurePosixPath(name + ending)) in existing and _begins(folder.root / path, magic)
+            if name not in files and (packed := _packed(folder, name, existing)) is not None
         ),
     )
 
@@ -136,6 +135,17 @@ _PACKED = {
     ".zst": ("unzstd --rm", b"\x28\xb5\x2f\xfd"),
 }
 """Ending of a compressed file -> the program that brings the file back, and how such files begin."""
+
+
+def _packed(
+    folder: CheckpointFolder, name: str, existing: Collection[PurePosixPath]
+) -> tuple[PurePosixPath, str] | None:
+    """Return the first compressed file of a missing shard with the program that unpacks it, None without one."""
+    for ending, (program, magic) in _PACKED.items():
+        path = PurePosixPath(name + ending)
+        if path in existing and _begins(folder.root / path, magic):
+            return path, program
+    return None
 
 
 def _begins(path: Path, magic: bytes) -> bool:

@@ -247,3 +247,43 @@ def test_a_file_that_only_its_name_says_is_compressed_is_not_named(saved: Any, t
     shard.unlink()
     (finding,) = findings(folder)
     assert "compressed" not in str(finding)
+
+
+def pack(shard: Path) -> None:
+    """Write a shard in two compressed forms."""
+    for ending, compress in ((".gz", gzip.compress), (".xz", lzma.compress)):
+        shard.with_name(shard.name + ending).write_bytes(compress(shard.read_bytes()))
+
+
+def test_a_shard_in_two_compressed_forms_counts_once(saved: Any, tmp_path: Path) -> None:
+    """Two files of the first shard were taken for the second, which nobody was told to copy."""
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    first, second, _ = map(folder.shard, (1, 2, 3))
+    pack(first)
+    first.unlink()
+    second.rename(tmp_path / second.name)
+    (finding,) = findings(folder)
+    command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
+    assert command == f"unpack what is compressed: gunzip {first}.gz"
+    assert rest == "copy the other shards again from where they came"
+    subprocess.run(command.partition(": ")[2], shell=True, check=True)
+    (tmp_path / second.name).rename(second)
+    assert library.is_loaded(folder)
+    assert findings(folder) == []
+
+
+def test_a_shard_that_is_there_under_another_name_need_not_be_unpacked(saved: Any, tmp_path: Path) -> None:
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    first, second = folder.shard(1), folder.shard(2)
+    pack(first)
+    first.rename(f"{first}.bak")
+    second.rename(tmp_path / second.name)
+    (finding,) = findings(folder)
+    command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
+    assert rest == "copy the other shards again from where they came"
+    subprocess.run(command.partition(": ")[2], shell=True, check=True)
+    (tmp_path / second.name).rename(second)
+    assert library.is_loaded(folder)
+    assert findings(folder) == []

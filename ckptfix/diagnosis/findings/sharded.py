@@ -24,8 +24,8 @@ class MissingShard(Finding):
     """A missing file that the index lists, or that the numbering of the shards implies.
 
     ``is_other_file``: the index lists a file that exists and is none of weights, such as ``config.json``.
-    ``renamed``: the missing shards whose tensors a file of another name, or in a sub-folder, holds. ``packed``: the
-    compressed files of missing shards, with the program that unpacks each.
+    ``renamed``: the missing shards whose tensors a file of another name, or in a sub-folder, holds. ``packed``: one
+    compressed file of each of the others that have one, with the program that unpacks it.
     """
 
     code = "missing-shard"
