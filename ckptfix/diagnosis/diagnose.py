@@ -294,7 +294,13 @@ def diagnose(
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
         )
-        findings += of_save.findings
+        # A complete shard with an ending of a download gets the name that the download left out.
+        complete = {shard.path for one in findings if isinstance(one, MissingShard) for shard in one.renamed}
+        findings += (
+            one
+            for one in of_save.findings
+            if not (isinstance(one, InterruptedSave) and one.leftover and one.path in complete)
+        )
         findings += broken_trainer_state(folder, trainer)
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
@@ -442,6 +448,7 @@ def _not_checked(
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}
     known |= {one.path for one in findings if isinstance(one, InterruptedSave)}
+    known |= {shard.path for one in findings if isinstance(one, MissingShard) for shard in one.renamed}
     strays = [str(path) for path in folder.strays if path not in known and path.name not in looked_at]
     if strays and folder.only is None:
         words.append(f"other files next to it: {list_names(strays)}")

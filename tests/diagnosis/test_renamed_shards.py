@@ -178,6 +178,8 @@ def test_shards_in_a_sub_folder_are_named(
     assert not library.is_loaded(folder)
     (finding,) = [one for one in findings(folder) if one.code == "missing-shard"]
     assert f"; 'weights/{folder.shard(numbers[0]).name}'" in str(finding)
+    assert finding.advice.startswith("move 'weights/")
+    assert finding.advice_at(str(folder.path)).startswith("move ")
     subprocess.run(finding.advice_at(str(folder.path)).partition(": ")[2], shell=True, check=True)
     assert library.is_loaded(folder)
     assert [one.code for one in findings(folder)] == []
@@ -205,15 +207,31 @@ def test_shards_of_another_model_in_a_sub_folder_are_not_named(saved: Any, tmp_p
     assert str(missing[0].path) == folder.shard(2).name
 
 
-@pytest.mark.parametrize("ending", [".bak", "~", ".1", ".incomplete", ".crdownload"])
+@pytest.mark.parametrize("ending", [".bak", "~", ".1", ".incomplete", ".crdownload", ".part", ".tmp"])
 def test_a_complete_shard_with_another_ending_is_named(saved: Any, tmp_path: Path, ending: str) -> None:
     library, source = saved[Transformers, ".safetensors"]
     folder = copy_of(source, tmp_path / "model")
     rename(folder, lambda name: name + ending, 2)
-    (finding,) = [one for one in findings(folder) if one.code == "missing-shard"]
+    # A download with all tensors is not an interrupted one, too, with advice to copy the file again.
+    (finding,) = findings(folder)
+    assert finding.code == "missing-shard"
+    assert finding.advice_at(str(folder.path)).startswith("rename ")
+    assert not any(ending in unchecked for unchecked in check(folder.path).not_checked)
     subprocess.run(finding.advice_at(str(folder.path)).partition(": ")[2], shell=True, check=True)
     assert library.is_loaded(folder)
     assert findings(folder) == []
+
+
+def test_a_cut_download_of_a_shard_is_still_an_interrupted_one(saved: Any, tmp_path: Path) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    rename(folder, lambda name: f"{name}.crdownload", 2, 3)
+    cut = folder.path / f"{folder.shard(3).name}.crdownload"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    missing, interrupted = findings(folder)
+    assert (missing.code, interrupted.code) == ("missing-shard", "interrupted-save")
+    assert interrupted.path.name == cut.name
+    assert "copy the other shards again" in missing.advice_at(str(folder.path))
 
 
 @pytest.mark.parametrize(

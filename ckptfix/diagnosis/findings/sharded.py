@@ -18,6 +18,11 @@ class RenamedShard(NamedTuple):
     name: str
     tensors: int
 
+    @property
+    def step(self) -> str:
+        """The verb for what ``mv`` does with the file."""
+        return "rename" if self.path.parent == PurePosixPath(self.name).parent else "move"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingShard(Finding):
@@ -77,7 +82,7 @@ class MissingShard(Finding):
         if self.is_other_file:
             return f"copy {self.named_by} and the shards again from where they came"
         if self.renamed or self.packed:
-            steps = [f"rename {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
+            steps = [f"{shard.step} {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
             steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
             return "; ".join([*steps, *self._rest])
         return (
@@ -100,7 +105,8 @@ class MissingShard(Finding):
         ]
         unpacks = [f"{program} {shell_path(folder / file)}" for file, program in self.packed]
         files = "the files" if len(renames) > 1 else repr(str(self.renamed[0].path)) if renames else ""
-        steps = [f"rename {files}: {' && '.join(renames)}"] if renames else []
+        step = "move" if any(shard.step == "move" for shard in self.renamed) else "rename"
+        steps = [f"{step} {files}: {' && '.join(renames)}"] if renames else []
         steps += [f"unpack what is compressed: {' && '.join(unpacks)}"] if unpacks else []
         return "; ".join([*steps, *self._rest])
 
