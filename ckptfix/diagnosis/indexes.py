@@ -5,7 +5,7 @@ transformers alone (``modeling_utils.py``): version 4.44 leaves a key that the m
 and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetensors files.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -41,6 +41,7 @@ def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, d
     """
     root = folder.root
     findings: list[Finding] = []
+    below = _files_below(folder) if any(group.missing for group in groups) else {}
     for group in groups:
         if group.stale_of is not None:
             findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
@@ -52,7 +53,7 @@ def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, d
         elif group.index_path is not None and group.replaced is not None:
             findings.append(_left_over(group, group.index_path, group.replaced))
         elif group.index_path is not None and group.missing:
-            findings += _missing(folder, group, group.index_path)
+            findings += _missing(folder, group, group.index_path, below)
         elif group.index_path is not None and group.is_whole:
             twin = _twin(group, groups) if group.index is None else None
             findings += _diagnose_index(root, group, group.index_path, twin, data=data)
@@ -93,7 +94,10 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
 
 
 def _missing(
-    folder: CheckpointFolder, group: ModelFiles, index_path: PurePosixPath
+    folder: CheckpointFolder,
+    group: ModelFiles,
+    index_path: PurePosixPath,
+    below: Mapping[PurePosixPath, frozenset[str]],
 ) -> Iterator[MissingShard]:
     existing = {*folder.strays, *(component.path for component in folder.components)}
     for name in group.missing:
@@ -109,8 +113,7 @@ def _missing(
         if name in keys:
             keys[name].add(fqn)
     files = {name: path for path, name in group.renamed.items()}
-    for name in gone:
-        candidates = [] if name in files else _moved(folder, index_path, name)
+    for name, candidates in _moved(folder, index_path, keys.keys() - files.keys(), below).items():
         holders = [path for path in candidates if _holds(folder.root / path, name, keys[name])]
         if len(holders) == 1:
             files[name] = holders[0]
@@ -154,20 +157,37 @@ def _begins(path: Path, magic: bytes) -> bool:
     return False
 
 
-def _moved(folder: CheckpointFolder, index: PurePosixPath, name: str) -> list[PurePosixPath]:
-    """Return the files that may be a missing shard: with an ending such as ``.bak``, or in a sub-folder.
+def _files_below(folder: CheckpointFolder) -> Mapping[PurePosixPath, frozenset[str]]:
+    """Return sub-folder -> the names in it; listed once, as an index may lack 4,000 shards."""
+    names: dict[PurePosixPath, frozenset[str]] = {}
+    for where in folder.plain_subfolders:
+        with suppress(OSError):
+            names[where] = frozenset(names_in(folder.root / where))
+    return names
+
+
+def _moved(
+    folder: CheckpointFolder,
+    index: PurePosixPath,
+    gone: Set[str],
+    below: Mapping[PurePosixPath, frozenset[str]],
+) -> Mapping[str, Sequence[PurePosixPath]]:
+    """Return missing shard -> files that may be it: with an ending such as ``.bak``, or in a sub-folder.
 
     A sub-folder with an index or a config is a model or a checkpoint of its own: that of the Trainer's last model has
     checkpoints with shards of the same names and keys.
     """
-    paths = [path for path in folder.strays if path.name.startswith(name)]
-    for where in folder.plain_subfolders:
-        names: frozenset[str] = frozenset()
-        with suppress(OSError):
-            names = frozenset(names_in(folder.root / where))
-        if name in names and names.isdisjoint((index.name, CONFIG, TRAINER_STATE)):
-            paths.append(where / name)
-    return paths
+    moved: dict[str, list[PurePosixPath]] = {}
+    lengths = {len(name) for name in gone}
+    for path in folder.strays:
+        for length in lengths:
+            if (name := path.name[:length]) in gone:
+                moved.setdefault(name, []).append(path)
+    for where, names in below.items():
+        if not {index.name, CONFIG, TRAINER_STATE} & names:
+            for name in gone & names:
+                moved.setdefault(name, []).append(where / name)
+    return moved
 
 
 def _holds(path: Path, name: str, keys: Collection[str]) -> bool:
