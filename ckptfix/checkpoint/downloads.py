@@ -218,7 +218,12 @@ def _tree(place: HubPlace) -> dict[str, str]:
 
 def is_of_client(folder: Path) -> bool:
     """Return whether a sub-folder holds nothing but the files of the hub's client."""
-    return folder.name == OF_THE_CLIENT.partition("/")[0] and names_in(folder) == ["huggingface"]
+    if folder.name != OF_THE_CLIENT.partition("/")[0]:
+        return False
+    try:
+        return names_in(folder) == ["huggingface"]
+    except OSError:
+        return False
 
 
 def may_be_download(folder: Path, subfolders: Iterable[str]) -> bool:

@@ -216,3 +216,20 @@ def test_the_newest_complete_checkpoint_is_not_one_that_may_not_be_read(folder: 
     write_safetensors(folder / "model.safetensors", {"a": b"1"})
     with nobody_may_read(folder / "model.safetensors"):
         assert "permission denied" in str(incomplete(folder))
+
+
+def test_a_closed_cache_of_the_hub_hides_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only "Permission denied" was said, for a folder that no loader reads, and the truncated model was lost."""
+    cache = folder / ".cache"
+    cache.mkdir()
+    with nobody_may_read(cache):
+        run(["check", str(folder), "--json"])
+        (whole,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    os.truncate(folder / "model.safetensors", 600)
+    with nobody_may_read(cache):
+        run(["check", str(folder), "--json"])
+        (cut,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    codes = {finding["code"] for finding in cut["findings"]}
+    assert "truncated-file" not in {finding["code"] for finding in whole["findings"]}
+    assert "truncated-file" in codes
+    assert any(words.startswith(".cache/") and "permission denied" in words for words in cut["unfinished"])
