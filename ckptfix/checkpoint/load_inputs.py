@@ -120,6 +120,32 @@ def loads_of(
             )
 
 
+def adapters_without_config(
+    folder: CheckpointFolder, groups: Sequence[ModelFiles], loads: Sequence[Load]
+) -> Iterator[Load]:
+    """Yield the adapters of PEFT that ``loads_of`` passes over, with no config: a script may load them.
+
+    Theirs is missing or unreadable, or their name has a variant, which PEFT does not know. The file that PEFT passes
+    over next to the one that it reads is left over, and yields nothing.
+    """
+    (stem,) = STEMS_OF_LIBRARIES["peft"][SAFE]
+    is_read = any(load.library == "peft" for load in loads)
+    for group in groups:
+        model = group.members[0].name.model if group.members else None
+        if model is None or model.stem != stem or group.is_left_over or (is_read and not model.variant):
+            continue
+        if folder.only is not None and group.members[0].name.shard is not None:
+            continue
+        yield Load(
+            path=group.index_path or group.members[0].path,
+            library="peft",
+            configs={},
+            tensors={tensor.fqn: tensor for member in group.members for tensor in member.tensors},
+            is_whole=group.is_whole,
+            files=tuple(member.path for member in group.members),
+        )
+
+
 def _is_of(group: ModelFiles, library: str, only: str | None) -> bool:
     """Return whether a library looks for the files of a group by their names, without being told a variant.
 

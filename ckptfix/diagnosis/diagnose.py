@@ -10,7 +10,7 @@ from ckptfix.checkpoint.downloads import is_of_client
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
-from ckptfix.checkpoint.load_inputs import loads_of
+from ckptfix.checkpoint.load_inputs import adapters_without_config, loads_of
 from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
@@ -288,7 +288,8 @@ def diagnose(
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
         progress_of_run = trainer if folder.only is None else trainer_progress(folder.root)
         steps = max((progress_of_run.step or 0, *(one.step or 0 for one in optimizers)))
-        of_loads = diagnose_loads(loads_of(folder, groups, data=data, steps=steps))
+        loads = [*loads_of(folder, groups, data=data, steps=steps)]
+        of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])
         findings = [finding for finding in findings if not of_loads.explains(finding)]
         findings += of_loads.findings
         of_save = diagnose_save(

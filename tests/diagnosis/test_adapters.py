@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Resume
+from tests.repairs.builders import RANDOM_STATES
 from tests.tiny_adapters import (
     CONFIG,
     NAME,
@@ -446,3 +447,38 @@ def test_a_config_that_is_none(content: str, tmp_path: Path) -> None:
     lora(tmp_path)
     (tmp_path / CONFIG).write_text(content)
     assert {finding.code for finding in check(tmp_path).findings} <= {"incomplete-checkpoint"}
+
+
+WITHOUT_CONFIG = ["in a folder of save_state", "of a variant", "with a config that is none", "alone"]
+
+
+@pytest.mark.parametrize("name", WITHOUT_CONFIG)
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_one_matrix_of_each_pair_without_a_config(name: str, half: str, tmp_path: Path) -> None:
+    """A load hook, or a script, loads such a file, and PEFT makes the other matrix anew: check was silent."""
+    tensors = lora(tmp_path)
+    others = {("incomplete-checkpoint", "warning")}
+    if name == "of a variant":
+        (tmp_path / NAME).rename(tmp_path / "adapter_model.fp16.safetensors")
+        others = set()
+    elif name == "with a config that is none":
+        (tmp_path / CONFIG).write_text("{")
+    else:
+        (tmp_path / CONFIG).unlink()
+    if name == "in a folder of save_state":
+        (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+        others = set()
+    assert {*verdict(tmp_path)} == others
+    file = next(tmp_path.glob("adapter_model*"))
+    write(tmp_path, without(half)(tensors))
+    (tmp_path / NAME).rename(file)
+    assert {*verdict(tmp_path)} == {*others, ("incomplete-adapter", "warning")}
+    assert f"4 modules without {half}, such as model.layers.0." in str(check(tmp_path).findings)
+
+
+def test_a_variant_next_to_the_adapter(tmp_path: Path) -> None:
+    tensors = lora(tmp_path)
+    write(tmp_path, without("lora_B")(tensors))
+    (tmp_path / NAME).rename(tmp_path / "adapter_model.fp16.safetensors")
+    write(tmp_path, tensors)
+    assert verdict(tmp_path) == [("incomplete-adapter", "warning")]

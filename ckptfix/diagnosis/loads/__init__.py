@@ -14,9 +14,9 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
     verdicts: list[LoadVerdict] = []
     for load in loads:
         if load.library == "peft":
-            from ckptfix.diagnosis.loads.adapters import judge_adapter
+            from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves
 
-            verdicts.append(judge_adapter(load))
+            verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
         unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),

@@ -7,7 +7,7 @@ without a key stays as it was made, and another shape is a RuntimeError.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.keys import (
@@ -79,6 +79,8 @@ _STEPS = 20
 _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
 
+_AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
+
 _MAX_KEY, _MAX_PATTERNS = 300, 100
 """Length and number of texts of a config beyond which they are not compared: no library writes so many."""
 
@@ -140,6 +142,16 @@ def judge_adapter(load: Load) -> LoadVerdict:
     else:
         unchecked.append(f"{load.path}: ranks and missing tensors of an adapter of type {kind}")
     return LoadVerdict(tuple(findings), tuple(unchecked), frozenset(explained))
+
+
+def judge_halves(load: Load) -> LoadVerdict:
+    """Return the verdict on an adapter without a config, as far as its keys tell: PEFT saves both matrices of LoRA."""
+    parameters = [
+        parameter
+        for key, expected in _Names(load, "LORA").expected.items()
+        if (parameter := _parameter(key, expected, load.tensors[key].shape, "LORA")) is not None
+    ]
+    return LoadVerdict(tuple(_lone_parts(load, "LORA", parameters, DoubtfulParts)) if load.is_whole else ())
 
 
 class _Names:
@@ -290,11 +302,13 @@ def _prompts(load: Load, keys: Iterable[str]) -> Iterator[Finding]:
         )
 
 
-def _missing(
-    load: Load, kind: str, parameters: Iterable[_Parameter], keys: Iterable[str]
+def _lone_parts(
+    load: Load,
+    kind: str,
+    parameters: Iterable[_Parameter],
+    finding: type[IncompleteAdapter] = IncompleteAdapter,
 ) -> Iterator[IncompleteAdapter]:
-    """Yield the findings about parts of modules, target modules and trained heads without tensors."""
-    again = "copy the adapter again from where it came, use another checkpoint, or train again"
+    """Yield the findings about modules with a part of the parameters that they should have."""
     modules: dict[str, set[str]] = {}
     for parameter in parameters:
         modules.setdefault(parameter.module, set()).add(parameter.name)
@@ -307,13 +321,21 @@ def _missing(
         if lone:
             name, having = next(iter(lone.items()))
             absent = [part for part in parts if part not in having]
-            yield IncompleteAdapter(
+            yield finding(
                 path=load.path,
                 lacks=f"{count_of(len(lone), 'module')} without {series(absent)}, such as {name} (expected "
                 f"{series(parts)})",
                 effect=f"PEFT makes {series(absent)} anew, so that the training of these modules is lost",
-                remedy=again,
+                remedy=_AGAIN,
             )
+
+
+def _missing(
+    load: Load, kind: str, parameters: Sequence[_Parameter], keys: Iterable[str]
+) -> Iterator[IncompleteAdapter]:
+    """Yield the findings about parts of modules, target modules and trained heads without tensors."""
+    yield from _lone_parts(load, kind, parameters)
+    modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
         matched = {suffix for module in modules for suffix in _suffixes(module)}
         absent = [target for target in targets if target not in matched]
@@ -322,14 +344,14 @@ def _missing(
                 path=load.path,
                 lacks=f"no tensor of {kind} for the target modules {list_names(targets)}",
                 effect="PEFT makes the adapter anew, and it does nothing",
-                remedy=again,
+                remedy=_AGAIN,
             )
         elif absent and not _is_selective(load.config):
             yield UnneededParts(
                 path=load.path,
                 lacks=f"no tensor for the target {list_names(absent)} of adapter_config.json",
                 effect="if the base model has such modules, they stay as in the base",
-                remedy=f"right for a base model without them, as with a list for several models; else: {again}",
+                remedy=f"right for a base model without them, as with a list for several models; else: {_AGAIN}",
             )
     heads = _texts(load.config.get("modules_to_save"))
     if 0 < len(heads) <= _MAX_PATTERNS:
@@ -343,7 +365,7 @@ def _missing(
                 path=load.path,
                 lacks=f"no tensor for {list_names(absent)} of modules_to_save in adapter_config.json",
                 effect="PEFT fails with KeyError if the base model has such a module",
-                remedy=f"{again}; ignore this if the base model has no such module",
+                remedy=f"{_AGAIN}; ignore this if the base model has no such module",
             )
 
 
