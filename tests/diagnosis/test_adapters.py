@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -424,6 +425,13 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "a rank of a text": ({"rank_pattern": {"q_proj": "4"}}, ""),
     "a regex that is none": ({"rank_pattern": {"(": 4}}, "rank_pattern of adapter_config.json is not plain"),
     "a regex of years": ({"rank_pattern": {"(.+)+x": 4}}, "rank_pattern of adapter_config.json is not plain"),
+    **{
+        f"a regex of years, {pattern}": (
+            {"rank_pattern": {pattern: 4}},
+            "rank_pattern of adapter_config.json is not plain",
+        )
+        for pattern in ("(a|a)*", "(a|a){40}", "((a|a))+", "(a|a)" * 40, "a|(a|(a|a))", "(a+)b*")
+    },
     "targets of numbers": ({"target_modules": [1, None]}, ""),
     "targets of an object": ({"target_modules": {"q_proj": 1}}, "only the base model shows"),
     "heads of numbers": ({"modules_to_save": [3]}, ""),
@@ -482,3 +490,27 @@ def test_a_variant_next_to_the_adapter(tmp_path: Path) -> None:
     (tmp_path / NAME).rename(tmp_path / "adapter_model.fp16.safetensors")
     write(tmp_path, tensors)
     assert verdict(tmp_path) == [("incomplete-adapter", "warning")]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r".*\.q_proj", r"layers\.\d+", r".*\.(q|v)_proj", r"layers\.(0|1)\.(self_attn|mlp)\.(q|k|v)_proj"],
+)
+def test_ranks_by_a_regex_of_a_user(pattern: str, tmp_path: Path) -> None:
+    tensors = lora(tmp_path, rank_pattern={pattern: 2})
+    assert live(tmp_path, tensors) == "8 of 8"
+    assert verdict(tmp_path) == []
+    assert not any("rank_pattern" in words for words in check(tmp_path).not_checked)
+
+
+def test_a_key_of_many_dots_needs_little_memory(tmp_path: Path) -> None:
+    """All ends of one such key took 615 MiB."""
+    key = f"base_model.model.{'a.' * 20_000}lora_"
+    write(tmp_path, {f"{key}A.weight": torch.ones(8, 4), f"{key}B.weight": torch.ones(4, 8)})
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 8, "target_modules": ["q"]}))
+    tracemalloc.start()
+    try:
+        assert verdict(tmp_path) == [("incomplete-adapter", "note")]
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()

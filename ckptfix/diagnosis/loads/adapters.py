@@ -8,6 +8,7 @@ without a key stays as it was made, and another shape is a RuntimeError.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.keys import (
@@ -83,6 +84,9 @@ _AGAIN = "copy the adapter again from where it came, use another checkpoint, or 
 
 _MAX_KEY, _MAX_PATTERNS = 300, 100
 """Length and number of texts of a config beyond which they are not compared: no library writes so many."""
+
+_MAX_WAYS = 10_000
+"""Ways to match a regular expression of a config beyond which it is not compared."""
 
 
 class _Parameter(NamedTuple):
@@ -337,8 +341,9 @@ def _missing(
     yield from _lone_parts(load, kind, parameters)
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
-        matched = {suffix for module in modules for suffix in _suffixes(module)}
-        absent = [target for target in targets if target not in matched]
+        wanted = {target for target in targets if len(target) <= _MAX_KEY}
+        matched = {suffix for module in modules for suffix in _suffixes(module) if suffix in wanted}
+        absent = [target for target in targets if target in wanted - matched]
         if not modules and not load.config.get("trainable_token_indices"):
             yield IncompleteAdapter(
                 path=load.path,
@@ -370,10 +375,13 @@ def _missing(
 
 
 def _suffixes(module: str) -> Iterator[str]:
-    """Yield the entries of ``target_modules`` that are for a module: its path, and each end of it after a dot."""
+    """Yield the entries of ``target_modules`` that are for a module: its path, and each end of it after a dot.
+
+    Ends of more than 300 characters are left out: all of a key with 20,000 dots took 615 MiB.
+    """
     yield module
-    for at, letter in enumerate(module):
-        if letter == ".":
+    for at in range(max(len(module) - _MAX_KEY - 1, 0), len(module)):
+        if module[at] == ".":
             yield module[at + 1 :]
 
 
@@ -439,8 +447,7 @@ def _texts(value: object) -> list[str]:
 def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
     """Return what finds the first pattern for a module, as ``get_pattern_key`` of PEFT does; None for a complex one.
 
-    A pattern is a regular expression of the user: two repetitions in one can take years for a key. EVA writes a plain
-    path for each of a thousand modules.
+    A pattern is a regular expression of the user. EVA writes a plain path for each of a thousand modules.
     """
     plain: dict[str, int] = {}
     compiled: list[tuple[int, re.Pattern[str]]] = []
@@ -448,7 +455,7 @@ def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
         if re.fullmatch(r"[\w.-]+", pattern):
             plain[pattern] = number
             continue
-        if len(pattern) > _MAX_KEY or sum(map(pattern.count, "*+?{")) > 1 or len(compiled) == _MAX_PATTERNS:
+        if not _is_quick(pattern) or len(compiled) == _MAX_PATTERNS:
             return None
         try:
             compiled.append((number, re.compile(rf"(.*\.)?({pattern})$")))
@@ -462,6 +469,21 @@ def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
         return names[min(numbers)] if numbers else module
 
     return pattern_of
+
+
+def _is_quick(pattern: str) -> bool:
+    """Return whether a regular expression can be searched for in a key in milliseconds, as far as its text tells.
+
+    Two repetitions in one can take years, one of a group such as ``(a|a)*`` too, and so can many groups of alternatives
+    in a row. Each factor counts the ways to match a part of it.
+    """
+    repetitions = sum(map(pattern.count, "*+?{"))
+    groups: list[str] = re.findall(r"\([^()]*\)", pattern)
+    is_nested = not len(groups) == pattern.count("(") == pattern.count(")")
+    if len(pattern) > _MAX_KEY or repetitions > 1 or is_nested or re.search(r"\)[*+?{]", pattern):
+        return False
+    ways = prod(group.count("|") + 1 for group in (*groups, re.sub(r"\([^()]*\)", "", pattern)))
+    return ways * (_MAX_KEY if repetitions else 1) <= _MAX_WAYS
 
 
 def _zeros(load: Load, kind: str, parameters: Iterable[_Parameter]) -> Iterator[Finding]:
