@@ -7,21 +7,21 @@ be parsed, was not edited by a user. A model that was saved over its download is
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.downloads import OF_THE_CLIENT, Download, read_download
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.checkpoint.model_configs import CONFIG
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.contents import Contents, Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import open_reader, store_of
 from ckptfix.tensors.hashing import GIT, WHOLE, Scheme
 from ckptfix.verification.verify_report import Change, Downloaded, Item, Kind, Outcome, file_item
-from ckptfix.wording import list_names
+from ckptfix.wording import list_names, series
 
 _BY_GIT = Scheme(algorithm=GIT)
 
@@ -86,6 +86,7 @@ class RecordedByHub(Recorded):
         own = (loaded & self._weights or self._weights) & self._there.keys()
         lost = bool(own) and own <= differing
         edited = {item.name for item in found if item.outcome is Outcome.EDITED}
+        saved = self._saved_here(own, differing, edited)
         files = self._there or self._download.files
         downloaded = Downloaded(
             repo=self._download.place.repo,
@@ -95,17 +96,42 @@ class RecordedByHub(Recorded):
             if self.only is None
             else (),
             gone=tuple(self._gone) if self.only is None else (),
-            again=tuple(self._again(sorted(differing))),
+            again=tuple(self._again(sorted(differing - saved.keys()))),
             seal=command("seal", self.contents.root, "", "--force"),
         )
-        if lost and CONFIG in edited and all(map(self._is_newer, own)):
-            # A save writes the config anew together with the weights, and neither a disk nor a copy does.
-            why = f"the weights and {CONFIG} were saved here after the download of {downloaded.name}"
+        rest = differing - saved.keys()
+        if saved and own.isdisjoint(rest) and all(map(self._is_newer, rest)):
+            configs = series(sorted({*saved.values()})[:3])
+            why = f"the weights and {configs} were saved here after the download of {downloaded.name}"
             return tuple(map(_unchecked, found)), replace(downloaded, lost_weights=why), why
         if lost and len(own) > 1:
             words = f"no weights here are those of {downloaded.name}: they were saved over, or all of them are damaged"
             downloaded = replace(downloaded, lost_weights=words)
         return tuple(found), downloaded, ""
+
+    def _saved_here(
+        self, own: Collection[str], differing: Collection[str], edited: Collection[str]
+    ) -> dict[str, str]:
+        """Return the weights of models that were saved over their download, each with the config that shows it.
+
+        A save writes the config anew together with all weights, and neither a disk nor a copy does. The config is next
+        to them, or in a folder above, as for the parts of a model of sentence-transformers.
+        """
+        models: dict[tuple[PurePosixPath, str], set[str]] = {}
+        for name in own:
+            path = PurePosixPath(name)
+            parsed = parse_file_name(path.name)
+            is_adapter = (
+                parsed is not None and parsed.model is not None and parsed.model.stem == "adapter_model"
+            )
+            models.setdefault((path.parent, ADAPTER if is_adapter else CONFIG), set()).add(name)
+        saved: dict[str, str] = {}
+        for (folder, config), names in models.items():
+            near = [str(above / config) for above in (folder, *folder.parents)]
+            shown = next((path for path in near if path in edited), "")
+            if shown and all(name in differing and self._is_newer(name) for name in names):
+                saved |= dict.fromkeys(names, shown)
+        return saved
 
     def not_checked(self) -> Iterator[str]:
         """Yield in words what was downloaded and is not there."""

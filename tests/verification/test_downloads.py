@@ -289,6 +289,57 @@ def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
     assert verify(folder).status == 0
 
 
+SAVED_OVER = {
+    "an adapter": ({"adapter_model.safetensors": "adapter_config.json"}, {}),
+    "a part of a pipeline": (
+        {"unet/diffusion_pytorch_model.safetensors": "unet/config.json"},
+        {"vae/diffusion_pytorch_model.safetensors": "vae/config.json"},
+    ),
+    "a part with the config above": (
+        {"model.safetensors": "config.json", "2_Dense/model.safetensors": "config.json"},
+        {},
+    ),
+}
+"""Name -> weights that were saved over and those that were not -> the config of each."""
+
+
+@pytest.mark.parametrize("name", SAVED_OVER)
+def test_a_model_saved_over_its_download_is_not_downloaded_again(name: str, hub: Hub, tmp_path: Path) -> None:
+    """The command to download it again, over the fine-tune, came first: only ``config.json`` was looked at."""
+    saved, kept = SAVED_OVER[name]
+    models = {**saved, **kept}
+    hub.write(
+        {
+            ".gitattributes": b"*.safetensors filter=lfs\n",
+            **dict.fromkeys(models.values(), CONFIG),
+            **{file: weights(range(number + 1)) for number, file in enumerate(models)},
+        }
+    )
+    folder = local(tmp_path)
+    assert verify(folder).status == 0
+    for file, config in saved.items():
+        flip(folder / file)
+        (folder / config).write_bytes(CONFIG[:-1] + b', "by": "a save"}')
+        for each in (file, config):
+            os.utime(folder / each, (4e9, 4e9))
+    report = verify(folder)
+    assert report.status == 3
+    configs = " and ".join(sorted({*saved.values()}))
+    assert f"the weights and {configs} were saved here after the download" in report.no_digest
+    assert "--force-download" not in words_of(report)
+    for file in kept:
+        flip(folder / file)
+        report = verify(folder)
+        assert report.status == 1
+        (again,) = report.hub.again if report.hub is not None else ()
+        assert f"{file} " in again
+        assert not any(each in again for each in saved)
+    for file in saved:
+        flip(folder / file, -200)
+        os.utime(folder / file, (1, 1))
+    assert verify(folder).status == 1, "a disk keeps the time"
+
+
 def test_records_without_weights_verify_nothing(repo: Hub, tmp_path: Path) -> None:
     """The config was downloaded, and the model trained here."""
     folder = local(tmp_path, allow_patterns=["*.json", "*.md"])
