@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar, cast
 from ckptfix.checkpoint.filenames import (
     FileName,
     Role,
+    counts_saves,
     describe_folder_name,
     family_of,
     is_one_of_several,
@@ -172,7 +173,13 @@ class Neighbour:
     @property
     def is_earlier(self) -> bool:
         """True where the number counts saves: ``run_1`` and ``run_2`` may be two runs."""
-        return self.is_before and is_one_of_several(self.name)
+        return self.is_before and self.is_of_same_run
+
+    @property
+    def is_of_same_run(self) -> bool:
+        """True where the number in its name counts saves."""
+        before, _ = split_number(self.name) or ("", 0)
+        return counts_saves(before)
 
     @property
     def names(self) -> Names:

@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
     def is_alike(self, entry: "_Entry") -> bool:
         """Return whether two entries can be of one model or optimizer. Moments that only one has decide nothing."""
         if self.saved is None or entry.saved is None:
-            return self.shapes == entry.shapes
+            return self.shapes == entry.shapes and len(self.keys) == len(entry.keys)
         have, expected = self.saved, entry.saved
         if _lacking(have, expected) or _sizes(have) != _sizes(expected):
             return False
@@ -89,11 +89,14 @@ class _Entry(NamedTuple):
     def is_partly_wrapped(self, entry: "_Entry") -> bool:
         """Return whether some keys begin with a wrapper that none has in an entry: no save wraps a part of a model."""
         wrapped = sum(key.startswith("module.") for key in self.keys)
-        return 0 < wrapped < len(self.keys) and entry.keys == entry.shapes
+        # A model with "weight" may have gained a module of the name "module": "module.weight" is no wrapped key then.
+        is_distinct = len(self.keys) == len(self.shapes)
+        return 0 < wrapped < len(self.keys) and entry.keys == entry.shapes and is_distinct
 
     def is_wrapped_unlike(self, entry: "_Entry") -> bool:
         """Return whether wrappers in the keys are all that differs."""
-        return self.shapes == entry.shapes and self.keys != entry.keys
+        are_copies = all(self.shapes[bare(key)] == shape for key, shape in self.keys.items())
+        return self.shapes == entry.shapes and self.keys != entry.keys and are_copies
 
     def difference(self, entry: "_Entry") -> tuple[str, str]:
         """Return in words what this one has, and what the other entry of its number has."""
@@ -106,7 +109,7 @@ class _Entry(NamedTuple):
         if self.saved is None or entry.saved is None:
             strange = len(self.keys.items() - entry.keys.items())
             words = f", {strange} of them with other keys or shapes" if strange else ""
-            return f"{count_of(len(self.shapes), 'tensor')}{words}", count_of(len(entry.shapes), "tensor")
+            return f"{count_of(len(self.keys), 'tensor')}{words}", count_of(len(entry.keys), "tensor")
         have, expected = self.saved, entry.saved
         if _sizes(have) != _sizes(expected):
             return _groups(have), _groups(expected)
@@ -147,10 +150,14 @@ def _shapes(states: Mapping[str, Shape | None]) -> dict[str, Shape]:
 
 
 class _Neighbour(NamedTuple):
-    """A checkpoint with the same files as this one. ``is_in_order``: its optimizers fit the models of their numbers."""
+    """A checkpoint with the same files as this one. ``is_in_order``: its optimizers fit the models of their numbers.
+
+    ``is_earlier``, ``is_of_same_run``: as of ``Neighbour``.
+    """
 
     folder: CheckpointFolder
     is_earlier: bool
+    is_of_same_run: bool
     is_in_order: bool
     is_repaired: bool
 
@@ -208,6 +215,7 @@ def diagnose_exchanged(
         has_same_models=_are_alike(Role.MODEL, compared),
         is_renamed_by_repair=is_repaired(folder.root) or any(neighbour.is_repaired for neighbour in near),
         is_recorded=manifest is not None and manifest.is_of_a_save,
+        is_of_another_run=not near[0].is_of_same_run,
     )
     for role, own, known in compared:
         yield from _misplaced(
@@ -226,6 +234,7 @@ class _Change(NamedTuple):
     ``is_excluded``: the folder contradicts itself, which no script does. ``has_same_optimizers``, ``has_same_models``:
     as the nearest checkpoint, so that the script did not change both. ``is_renamed_by_repair``: a repair may have
     renamed the keys. ``is_recorded``: a guarded save recorded its files, and a guarded load adds and removes wrappers.
+    ``is_of_another_run``: the checkpoints next to it may be of other runs, as ``run_1`` and ``run_2``.
     """
 
     is_excluded: bool
@@ -233,9 +242,12 @@ class _Change(NamedTuple):
     has_same_models: bool
     is_renamed_by_repair: bool
     is_recorded: bool
+    is_of_another_run: bool
 
     def is_alone(self, role: Role) -> bool:
         """Return whether entries of this role alone differ: no script changes its models or its optimizers alone."""
+        if self.is_of_another_run:
+            return False
         return self.has_same_optimizers if role is Role.MODEL else self.has_same_models
 
 
@@ -289,7 +301,8 @@ def _neighbours(
             if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
             there = neighbour.scan(*_ROLES, root=root)
-            near.append(_Neighbour(there, neighbour.is_before, _is_in_order(there), is_repaired(root)))
+            order = neighbour.is_earlier, neighbour.is_of_same_run
+            near.append(_Neighbour(there, *order, _is_in_order(there), is_repaired(root)))
     return near
 
 

@@ -12,7 +12,9 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckptfix import check, latest_checkpoint
+from ckptfix import latest_checkpoint
+from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Resume
 from tests.diagnosis.test_resumable import Change, edited
 
@@ -218,3 +220,54 @@ def test_one_neighbour_does_not_show_which_of_the_two_is_wrong(tmp_path: Path) -
     folders = saves(tmp_path, Run(), (1, 2))
     WRONG["every key renamed"](folders[1])
     assert [check(root).findings for root in folders] == [(), ()]
+
+
+class Sum(nn.Module):  # type: ignore[misc]
+    """A layer with a part that is called ``module``, which may be new in a phase of the run."""
+
+    def __init__(self, *, has_module: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        if has_module:
+            self.module = nn.Linear(2, 2, bias=False).requires_grad_(False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch @ self.weight
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_new_module_of_the_name_of_a_wrapper_is_a_note_at_most(tmp_path: Path, count: int) -> None:
+    saves(tmp_path, Run(Sum()), tuple(range(1, count + 1)))
+    run = Run(Sum(has_module=True))
+    newest = run.save(tmp_path / "checkpoint_9")
+    assert load_file(newest / "model.safetensors").keys() == {"weight", "module.weight"}
+    run.accelerator.load_state(str(newest))
+    assert severities(newest) <= {"note"}
+    assert latest_checkpoint(tmp_path) == newest
+
+
+def test_a_new_module_is_told_between_checkpoints_without_it(tmp_path: Path) -> None:
+    saves(tmp_path, Run(Sum()))
+    middle = Run(Sum(has_module=True)).save(tmp_path / "checkpoint_2")
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        Run(Sum()).accelerator.load_state(str(middle))
+    assert severities(middle) == {"warning"}
+
+
+def _in_halves(state: Tensors) -> Tensors:
+    return {key: tensor.bfloat16() for key, tensor in state.items()}
+
+
+def _wrapped(state: Tensors) -> Tensors:
+    return {f"module.{key}": tensor for key, tensor in state.items()}
+
+
+@pytest.mark.parametrize("change", [_in_halves, _wrapped])
+def test_runs_of_a_sweep_differ(change: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
+    folders = [Run().save(tmp_path / f"sweep/run_{number}") for number in range(1, 6)]
+    of_one_run = [Run().save(tmp_path / f"run/ckpt_{number}") for number in range(1, 6)]
+    siblings = Siblings([tmp_path], is_recursive=True)
+    for changed in (folders[2], of_one_run[2]):
+        of_model(change)(changed)
+    assert [check(root, siblings=siblings).status for root in folders] == [0] * 5
+    assert [check(root, siblings=siblings).status for root in of_one_run] == [0, 0, 1, 0, 0]
