@@ -6,6 +6,7 @@ of torch's own optimizers. Weights that the optimizer has and the checkpoint lac
 judged in folders of ``save_state`` in which nothing else may hold weights.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -273,13 +274,26 @@ def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter
                 if shape is not None and not key.endswith(_NOT_AVERAGED)
             }
             shapes = {bare(key): shape for key, shape in tensors.items()}
-            # A model that lost a tensor has fewer keys than its average.
+            # A model that lost a tensor has fewer keys than its average. But a script may also keep the parameters of
+            # its optimizer in one dict, "params", with some that are in no model, such as a logit_scale.
+            is_average = bool(common_wrappers(tensors)) or _is_named_average(scope.path)
             alike = [
-                model for model in models if model.keys() <= shapes.keys() and 2 * len(model) > len(shapes)
+                model
+                for model in models
+                if model.keys() == shapes.keys()
+                or (is_average and model.keys() <= shapes.keys() and 2 * len(model) > len(shapes))
             ]
             if (scope.path or common_wrappers(tensors)) and alike and shapes not in alike:
                 averages[component.path] = Counter(shapes.values())
     return averages
+
+
+_AVERAGE = re.compile(r"(?:^|[^a-z])(?:ema|swa|avg)(?:[^a-z]|$)|averag|shadow|polyak", re.IGNORECASE)
+
+
+def _is_named_average(keys: Iterable[str]) -> bool:
+    """Return whether the keys that lead to a state dict say that it is an average, as ``shadow`` and ``ema_model``."""
+    return any(_AVERAGE.search(key) for key in keys)
 
 
 def _fits_any(saved: SavedOptimizer, averages: Iterable[Counter[Shape]]) -> bool:

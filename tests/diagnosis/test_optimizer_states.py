@@ -276,6 +276,27 @@ def test_a_model_of_another_run_is_told_next_to_an_average(
     assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
 
 
+@pytest.mark.parametrize("extra", ["logit_scale", "head.weight"])
+def test_the_parameters_of_an_optimizer_in_a_custom_object_are_healthy(extra: str, tmp_path: Path) -> None:
+    """A script keeps all of them there, with one that is in no model, and restores them from there."""
+    model, scale = mlp(6), torch.nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.AdamW([*model.parameters(), scale])
+    scale.grad = torch.ones(9)
+    step(model, optimizer)
+    kept = Kept({"step": 3, "params": {**model.state_dict(), extra: scale.detach()}})
+    root = save(tmp_path / "checkpoint", [model], [optimizer], custom=(kept,))
+    accelerator = accelerate.Accelerator(cpu=True)
+    fresh = mlp(6)
+    accelerator.prepare(fresh, torch.optim.AdamW([*fresh.parameters(), torch.nn.Parameter(torch.ones(9))]))
+    accelerator.register_for_checkpointing(Kept({}))
+    accelerator.load_state(str(root))
+    assert found(root) == []
+    # The same keys show that the model is of another run.
+    save_file(mlp(7).state_dict(), root / "model.safetensors", {"format": "pt"})
+    torch.save({"params": model.state_dict()}, root / "custom_checkpoint_0.pkl")
+    assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
+
+
 def test_networks_with_the_keys_of_the_model_in_a_custom_object_are_healthy(tmp_path: Path) -> None:
     """One optimizer trains all of them, or each has its own, and only the first is prepared."""
     models = [mlp(6), mlp(5), mlp(7)]
