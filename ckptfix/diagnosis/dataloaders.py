@@ -62,7 +62,7 @@ def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Itera
             continue
         if len(near) == 1 and not partners:
             continue
-        is_between = len({save.is_before for save in saves}) == 2
+        is_between = len({save.is_earlier for save in saves}) == 2
         is_wrong = bool(partners) or is_between
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=path,

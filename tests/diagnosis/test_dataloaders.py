@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckptfix import check
+from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.diagnosis.check import check
 from tests.diagnosis.test_mixed_saves import exchange
 
 pytest.importorskip("torchdata")
@@ -146,3 +147,13 @@ def test_another_number_of_workers_is_a_note_at_an_end_of_the_run(
     Run(workers=2).save(folders[at])
     assert outcome(folders[at]) == "fails"
     assert [words for words, _ in told(folders[at])] == [severity]
+
+
+def test_another_number_of_workers_in_a_run_of_a_sweep_is_a_note(tmp_path: Path) -> None:
+    folders = [Run(workers=1 + number % 2).save(tmp_path / f"run_{number}") for number in (2, 3, 4)]
+    siblings = Siblings([tmp_path], is_recursive=True)
+    assert [check(folder, siblings=siblings).status for folder in folders] == [0, 0, 0]
+    of_one_run = [
+        Path(shutil.copytree(one, tmp_path / f"step_{number}")) for number, one in enumerate(folders)
+    ]
+    assert [check(folder, siblings=siblings).status for folder in of_one_run] == [0, 1, 0]
