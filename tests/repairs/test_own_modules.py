@@ -225,10 +225,11 @@ def test_two_processes_of_ddp_and_fsdp_still_load(tmp_path: Path) -> None:
 
     assert run_ranks(2, save) == [0, 0]
     assert run_ranks(2, load) == [0, 0]
-    for folder in (accelerated, plain):
+    # No model is prepared twice for FSDP. Of the other save only the script knows how it wrapped its model.
+    for folder, severity in ((accelerated, Severity.NOTE), (plain, Severity.WARNING)):
         found = [one for one in check(folder).findings if one.code == "nested-prefix"]
-        assert {(one.severity, one.action) for one in found} == {(Severity.WARNING, Action.ASK)}
-        assert all("saved by 2 processes" in str(one) for one in found)
+        assert {(one.severity, one.action) for one in found} == {(severity, Action.ASK)}
+        assert all("saved by 2 processes" in str(one) for one in found if severity is Severity.WARNING)
         assert repair(folder).steps == ()
     assert run_ranks(2, load) == [0, 0]
     assert [repair(folder, policy=BARE).status for folder in (accelerated, plain)] == [0, 0]
