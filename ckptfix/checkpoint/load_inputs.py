@@ -4,7 +4,7 @@ A rule about a load takes such a value and no path, so that a test writes one in
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class Load(NamedTuple):
         return self.configs.get(CONFIG_OF_LIBRARY[self.library], {})
 
 
-def library_of(config: Config) -> str:
+def _library_of(config: Config) -> str:
     """Return the library whose ``from_pretrained`` a config is for, "" where it does not say."""
     if isinstance(config.get("peft_type"), str):
         return "peft"
@@ -73,17 +73,24 @@ def library_of(config: Config) -> str:
 
 
 def loads_of(
-    folder: CheckpointFolder, groups: Sequence[ModelFiles], *, data: bool = False, steps: int = 0
+    folder: CheckpointFolder,
+    groups: Sequence[ModelFiles],
+    *,
+    libraries: Collection[str] = tuple(CONFIG_OF_LIBRARY),
+    data: bool = False,
+    count_steps: Callable[[], int] = lambda: 0,
 ) -> Iterator[Load]:
     """Yield each load that the configs of a folder and the names of its weights promise. Reads the configs alone.
 
-    ``data``: let the rules read tensors as a whole. ``steps``: of the optimizer, as a counter in the folder shows.
+    ``libraries``: those whose loads are asked for. ``data``: let the rules read tensors as a whole. ``count_steps``:
+    returns those of the optimizer, as a counter in the folder shows; called where there is a load.
 
     Weights without the config of their library yield nothing: no ``from_pretrained`` takes them. Two families of one
     model, such as safetensors next to ``.bin``, are two loads, those of an adapter one. Variants are loaded by name
     alone, and yield nothing.
     """
-    for library, name in CONFIG_OF_LIBRARY.items():
+    for library in libraries:
+        name = CONFIG_OF_LIBRARY[library]
         families = (
             [group for group in groups if _is_of(group, library, folder.only)]
             if folder.has_file(name)
@@ -92,7 +99,7 @@ def loads_of(
         if not families:
             continue
         configs = {known: config for known in _CONFIGS if (config := read_config(folder.root, known))}
-        if library_of(configs.get(name, {})) != library:
+        if _library_of(configs.get(name, {})) != library:
             continue
         if library == "peft":
             # PEFT and transformers read the first alone, shards only transformers.
@@ -100,6 +107,7 @@ def loads_of(
                 key=lambda group: (group.index_path is not None, group.members[0].name.suffix != SAFE)
             )
             del families[1:]
+        steps = count_steps()
         folders = (*folder.subfolders, *map(PurePosixPath, folder.unscanned))
         states_of = (
             "save_state" if folder.is_save_state else "Trainer" if folder.has_file(TRAINER_STATE) else ""

@@ -55,7 +55,7 @@ from ckptfix.diagnosis.findings.sharded import (
     UndecidedIndex,
 )
 from ckptfix.diagnosis.indexes import diagnose_shards
-from ckptfix.diagnosis.loads import diagnose_loads
+from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
@@ -286,9 +286,12 @@ def diagnose(
                 folder.root, groups, existing, corrupt, prove=proves, data=data, progress=progress
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
-        progress_of_run = trainer if folder.only is None else trainer_progress(folder.root)
-        steps = max((progress_of_run.step or 0, *(one.step or 0 for one in optimizers)))
-        loads = [*loads_of(folder, groups, data=data, steps=steps)]
+
+        def count_steps() -> int:
+            of_run = trainer if folder.only is None else trainer_progress(folder.root)
+            return max((of_run.step or 0, *(saved.step or 0 for saved in optimizers)))
+
+        loads = [*loads_of(folder, groups, libraries=JUDGED, data=data, count_steps=count_steps)]
         of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])
         findings = [finding for finding in findings if not of_loads.explains(finding)]
         findings += of_loads.findings

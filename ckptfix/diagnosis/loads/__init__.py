@@ -9,14 +9,17 @@ from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
 
+JUDGED = ("peft",)
+"""Libraries with rules about their loads."""
+
+
 def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
-    """Return the verdict on every load of a folder. The rules of a library are imported where it has one."""
+    """Return the verdict on every load of a judged library. Its rules are imported where a folder has such a load."""
     verdicts: list[LoadVerdict] = []
     for load in loads:
-        if load.library == "peft":
-            from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves
+        from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves
 
-            verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
+        verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
         unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),
