@@ -125,6 +125,11 @@ def parts_of(names: Iterable[PurePosixPath], roles: Collection[Role] = COMPARED)
     return parts
 
 
+def are_on_both_sides(are_earlier: Iterable[bool]) -> bool:
+    """Return whether there are earlier saves and later ones: no change of the script differs from all of them."""
+    return len(set(are_earlier)) == 2
+
+
 def next_to_it(count: int) -> str:
     """Return in words so many checkpoints next to one."""
     return "the checkpoint next to it" if count == 1 else f"{count} checkpoints next to it"

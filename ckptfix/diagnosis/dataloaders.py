@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.neighbours import Neighbours, next_to_it, scanned
+from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.checkpoint.state_contents import content_of, is_of_torchdata, state_problem, workers_of_loader
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.formats.torch_file import TorchFile
@@ -62,7 +62,7 @@ def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Itera
             continue
         if len(near) == 1 and not partners:
             continue
-        is_between = len({save.is_earlier for save in saves}) == 2
+        is_between = are_on_both_sides(save.is_earlier for save in saves)
         is_wrong = bool(partners) or is_between
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=path,

@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
-from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
+from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, LowerPrecision, MisplacedEntry, RoundedEntry
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError
@@ -376,7 +376,7 @@ def _misplaced(
 ) -> Iterator[MisplacedEntry]:
     """Yield the entries that differ from those of their number in all of these checkpoints, which agree."""
     known_by = next_to_it(len(near))
-    is_between = len({is_earlier for is_earlier, _ in near}) == 2
+    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
     is_newest = all(is_earlier for is_earlier, _ in near)
     for number, entry in enumerate(own):
         expected = near[0][1][number]
@@ -451,7 +451,7 @@ def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]
 
     No run lowers its precision for one save. At an end of the run the script may have changed it.
     """
-    is_between = len({is_earlier for is_earlier, _ in near}) == 2
+    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
     if len(near) == 1:
         # Either of the two may be the converted one.
         return

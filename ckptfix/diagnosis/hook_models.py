@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import CONFIG, ConfigOfModel, config_of_model, may_hold_weights
-from ckptfix.checkpoint.neighbours import Neighbours, next_to_it
+from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
@@ -30,14 +30,17 @@ from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import count_of
 
 
-class HookModel(NamedTuple):
+class HookModel:
     """A sub-folder with weights. ``path``: relative to the checkpoint. ``findings``: about the folder alone."""
 
-    path: PurePosixPath
-    folder: CheckpointFolder
-    findings: tuple[Finding, ...] = ()
+    def __init__(
+        self, path: PurePosixPath, folder: CheckpointFolder, findings: Sequence[Finding] = ()
+    ) -> None:
+        self.path = path
+        self.folder = folder
+        self.findings = findings
 
-    @property
+    @cached_property
     def keys(self) -> dict[str, Shape]:
         """The keys of its weights with their shapes, none where a file of a library cannot be read."""
         files = list(filter(_is_of_library, self.folder.components))
@@ -50,7 +53,7 @@ class HookModel(NamedTuple):
         """The first file of its weights."""
         return self.path / next(filter(_is_of_library, self.folder.components)).path
 
-    @property
+    @cached_property
     def config(self) -> ConfigOfModel | None:
         """Its config as far as keys follow from it."""
         return config_of_model(self.folder.root)
@@ -223,7 +226,7 @@ def _unlike_neighbours(
         expected = near[0][1] if near else own
         if own == expected or any(keys != expected for _, keys in near):
             continue
-        is_between = len({is_earlier for is_earlier, _ in near}) == 2
+        is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
         is_other = is_doubted or _is_prefixed(own, expected) or own.keys().isdisjoint(expected)
         if len(near) > 1 or is_doubted or _is_prefixed(own, expected):
             yield _of_keys(model, own, expected, next_to_it(len(near)), is_wrong=is_between or is_other)

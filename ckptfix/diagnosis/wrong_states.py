@@ -212,18 +212,16 @@ def _has_random_states(file: TorchFile) -> bool:
 
 def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
     """Yield the states without numbers in files whose content a script chooses. No loader knows their names."""
-    for component in folder.components:
-        is_free = component.role in _FREE and not is_weights_file(component.name)
-        if is_free and isinstance(component.content, TorchFile):
-            for key, problem in problems_inside(component.content):
-                yield UnknownState(
-                    path=component.path,
-                    key=key,
-                    holds=problem.holds,
-                    expected=problem.expected.value,
-                    effect="load_state_dict fails, unless the model is on the meta device, too",
-                    remedy=problem.remedy,
-                )
+    for path, file in _files_of_scripts(folder):
+        for key, problem in problems_inside(file):
+            yield UnknownState(
+                path=path,
+                key=key,
+                holds=problem.holds,
+                expected=problem.expected.value,
+                effect="load_state_dict fails, unless the model is on the meta device, too",
+                remedy=problem.remedy,
+            )
 
 
 def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
@@ -231,11 +229,8 @@ def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
 
     The script chooses the keys, and reads them: no name that a library looks for is wrong.
     """
-    for component in folder.components:
-        is_free = component.role in _FREE and not is_weights_file(component.name)
-        if not is_free or not isinstance(component.content, TorchFile):
-            continue
-        problems = list(states_under_other_keys(component.content))
+    for path, file in _files_of_scripts(folder):
+        problems = list(states_under_other_keys(file))
         for keys, problem in problems:
             partner = next(
                 (
@@ -250,7 +245,7 @@ def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
                 f"load the file with torch, exchange the values under {name} and {partner}, and save it"
             )
             yield UnknownState(
-                path=component.path,
+                path=path,
                 key=name,
                 holds=problem.holds,
                 expected=problem.expected.value,
@@ -263,6 +258,15 @@ def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
 _EFFECTS_OF_KEYS = EFFECTS_ON_TORCH | {Content.MODEL: "load_state_dict of a model fails"}
 
 _FREE = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
+
+
+def _files_of_scripts(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath, TorchFile]]:
+    """Yield the files whose content a script chooses."""
+    for component in folder.components:
+        is_free = component.role in _FREE and not is_weights_file(component.name)
+        if is_free and isinstance(component.content, TorchFile):
+            yield component.path, component.content
+
 
 _HALVES = re.compile(r"(.+\.lora[._](?:embedding_)?)(A|B|down|up)((?:\.weight)?)", re.DOTALL)
 """Key of one of the two matrices of LoRA, by the names of PEFT and the former ones of diffusers."""
