@@ -399,6 +399,12 @@ _COPIED = re.compile(
 )
 
 
+def names_weights(name: str) -> bool:
+    """Return whether a file is of weights by its name: one that a library or a script gives to a model, or a shard."""
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
+
+
 def copied_state(name: str) -> tuple[FileName, str] | None:
     """Return the state of ``save_state`` of which a file is a copy by its name, and the mark; None for any other name.
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
 from ckptfix.checkpoint.downloads import HalfDownload
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, names_weights, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
 from ckptfix.checkpoint.model_configs import (
@@ -134,7 +134,7 @@ class _Beside:
 def _holds_model(folder: Path) -> bool:
     """Return whether names in a folder are of a model. One that does not exist lacks nothing, a closed one may."""
     try:
-        return any(map(_names_model, names_in(folder)))
+        return any(map(names_weights, names_in(folder)))
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
@@ -146,8 +146,3 @@ def _is_needed(name: str) -> bool:
     parsed = parse_file_name(PurePosixPath(name).name)
     is_part = parsed is not None and (parsed.role not in NOT_STATES or parsed.shard is not None)
     return is_part or name.endswith(_READ_WITH_WEIGHTS)
-
-
-def _names_model(name: str) -> bool:
-    parsed = parse_file_name(name)
-    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX

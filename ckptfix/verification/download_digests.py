@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.downloads import OF_THE_CLIENT, Download, read_download
-from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
+from ckptfix.checkpoint.filenames import names_weights, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.contents import Contents, Recorded
@@ -79,7 +79,7 @@ class RecordedByHub(Recorded):
         if self.only is None and not (self.contents.weights or self.contents.unreadable):
             found += [
                 file_item(name, Outcome.DIFFER, Change.MISSING, "is missing; it was downloaded")
-                for name in filter(_names_weights, self._gone)
+                for name in filter(_is_of_weights, self._gone)
             ]
         differing = {item.name for item in found if item.outcome is Outcome.DIFFER}
         loaded = {str(path) for one in self.contents.weights for path in one.files}
@@ -169,7 +169,7 @@ class RecordedByHub(Recorded):
         """Return whether a file that differs is a text that a user edited, as far as its bytes tell."""
         path = PurePosixPath(name)
         is_text = name in self._there and (self._there[name].is_git or path.suffix in _EDITABLE)
-        if name in self._weights or _names_weights(name) or not is_text:
+        if name in self._weights or _is_of_weights(name) or not is_text:
             return False
         size = self.contents.files[name].size
         if not 0 < size <= _LONGEST_EDIT:
@@ -202,9 +202,8 @@ def _unchecked(item: Item) -> Item:
     return replace(item, outcome=Outcome.NOT_CHECKED, change=None, text=_UNVOUCHED)
 
 
-def _names_weights(name: str) -> bool:
-    parsed = parse_file_name(PurePosixPath(name).name)
-    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
+def _is_of_weights(name: str) -> bool:
+    return names_weights(PurePosixPath(name).name)
 
 
 def without_client(contents: Contents) -> Contents:
@@ -230,5 +229,5 @@ def recorded_download(contents: Contents, target: Target, uncovered: Iterable[st
     weights = frozenset(name for name in weights if Path(name).suffix != ".json")
     recorded = RecordedByHub(download, without_client(contents), target, weights)
     is_known = not weights.isdisjoint(recorded.sha256)
-    is_lost = not weights and target.only is None and any(map(_names_weights, download.files))
+    is_lost = not weights and target.only is None and any(map(_is_of_weights, download.files))
     return recorded if is_known or is_lost else None
