@@ -318,8 +318,13 @@ def _fragments(mappings: object) -> Iterator[tuple[tuple[str, int | None], ...]]
 
 
 def _stage(value: object) -> int | None:
-    """Return the ZeRO stage: a number, or the enum that a call with it makes."""
-    if type(value) is Node and type(value.args) is tuple and len(value.args) == 1:
+    """Return the ZeRO stage: a number, or DeepSpeed's enum of one."""
+    if (
+        type(value) is Node
+        and kind_of(value) == "ZeroStageEnum"
+        and type(value.args) is tuple
+        and len(value.args) == 1
+    ):
         value = value.args[0]
     return value if type(value) is int else None
 

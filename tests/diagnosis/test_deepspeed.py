@@ -6,7 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -378,11 +378,26 @@ def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[s
     yield "a fragment", {**states, "frozen_param_fragments": fragments}, "'frozen.bias' is not a tensor"
 
 
+class Made:
+    """What is pickled as a call of a function with a number, as DeepSpeed's enum of the stage is."""
+
+    def __init__(self, function: Callable[[int], object], number: int) -> None:
+        self.call = function, (number,)
+
+    def __reduce__(self) -> tuple[Callable[[int], object], tuple[int]]:
+        return self.call
+
+    def __repr__(self) -> str:
+        function, (number,) = self.call
+        return f"{function.__name__}({number})"
+
+
 def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield a name, optimizer states of rank 0 that DeepSpeed cannot load, and what check says of them."""
     optimizer = states["optimizer_state_dict"]
     (flats,) = optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_groups"}
-    for stage in (None, "x", 4, 3 if flats.startswith("single") else 1):
+    right = 2 if flats.startswith("single") else 3
+    for stage in (None, "x", 4, 5 - right, Made(bytearray, right)):
         yield (
             f"stage {stage}",
             {**optimizer, "zero_stage": stage},
@@ -390,7 +405,7 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
         )
     without = {key: value for key, value in optimizer.items() if key != "zero_stage"}
     yield "no stage", without, "its zero_stage is not that of its partitions"
-    for count in ([], [0], 0, "x"):
+    for count in ([], [0], 0, "x", {2}, (2,)):
         yield (
             f"count {count}",
             {**optimizer, "partition_count": count},

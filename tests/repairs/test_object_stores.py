@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -211,7 +212,7 @@ def test_a_repair_from_before_an_upload_is_in_the_way_of_no_undo(bucket: Cloud, 
 @pytest.mark.parametrize("verb", ["repair", "undo"])
 def test_killed_at_any_request_it_is_old_or_new(bucket: Cloud, name: str, verb: str) -> None:
     fixture, policy = SCENARIOS[name]
-    action: Callable[..., object] = repair if verb == "repair" else undo
+    action: Callable[..., object] = partial(repair, policy=policy) if verb == "repair" else undo
 
     def fresh() -> Objects:
         old = put(bucket, FIXTURES / fixture / "checkpoint")
@@ -239,7 +240,7 @@ def test_killed_at_any_request_it_is_old_or_new(bucket: Cloud, name: str, verb: 
             # What is there is named, the next run finishes or rolls back, and then all is as if nothing had happened.
             with suppress(CkptfixError):
                 check(URL)
-            repair(URL, break_lock=True)
+            repair(URL, policy=policy, break_lock=True)
             assert objects(bucket) == new
             ends.add(bool(bucket.journal()))
             undo(URL)
