@@ -239,7 +239,7 @@ class WrapperPrefix(Finding):
                 "from_pretrained does not find these keys, and leaves their weights random or fails: "
                 "ckptfix repair DIR --keys bare. If the model has modules of these names itself, ignore this"
             )
-        return "right for the script that wrote it; for a bare model: ckptfix repair DIR --keys bare"
+        return "right for a script that wraps its model the same way; for a bare model: ckptfix repair DIR --keys bare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
