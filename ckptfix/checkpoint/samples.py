@@ -1,0 +1,160 @@
+"""Samples of the tensors of a save, by which two saves of a run are compared after a few reads.
+
+The first page of each tensor is read, and less of each where there are many, so that a folder costs 1 MiB at most. Two
+healthy saves differ in their first sample or soon after. Nothing here knows which tensors are trained: weights count as
+equal only where every sample is, so that a frozen base with a changing adapter is another save.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
+from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
+from ckptfix.checkpoint.filenames import NOT_STATES, Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.load_inputs import SAMPLE
+from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights
+from ckptfix.formats.safetensors_file import WeightsIndex
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.comparing import Run, first_difference
+from ckptfix.storage.reading import open_reader
+
+_MOST = 1 << 20
+"""Most bytes of samples of one folder."""
+
+_MOST_SAMPLES = _MOST // 256
+"""Of more tensors than this, as many are sampled that are spread evenly: a read of a few bytes costs as much."""
+
+
+class Piece(NamedTuple):
+    """``length`` bytes of a tensor, or of a part of one, from ``offset`` of the file ``path`` of a folder."""
+
+    path: PurePosixPath
+    offset: int
+    length: int
+
+
+def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[Piece, ...] | None:
+    """Return the bytes of all weights in a folder and in its sub-folders, in the order of the files.
+
+    None where a file that may hold weights cannot be read, or is of a kind that is not compared, as DeepSpeed's: then
+    equal samples show nothing. Raises OSError.
+    """
+    if any(deepspeed_folders(folder)) or any(path.name.endswith(OTHER_WEIGHTS) for path in folder.strays):
+        return None
+    pieces: list[Piece] = []
+    for component in folder.components:
+        if component.role in NOT_STATES and not isinstance(component.content, WeightsIndex):
+            if component.content is None or component.problem is not None:
+                return None
+            pieces += _pieces_of(component)
+    for state in sharded:
+        if state.name is None or state.name.role is Role.MODEL:
+            if state.metadata is None:
+                return None
+            pieces += _items_of(state)
+    known = {state.path for state in sharded}
+    for where in folder.plain_subfolders:
+        if where not in known and may_hold_weights(folder.root / where):
+            below = scan_folder(folder.root / where)
+            inside = weights_in(below, scan_dcp_folders(below))
+            if inside is None:
+                return None
+            pieces += (piece._replace(path=where / piece.path) for piece in inside)
+    return tuple(pieces)
+
+
+def optimizers_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[Piece, ...] | None:
+    """Return the bytes of all tensors of the optimizers in a folder, as of ``weights_in``."""
+    if any(deepspeed_folders(folder)):
+        return None
+    pieces: list[Piece] = []
+    for component in folder.components:
+        if component.role is Role.OPTIMIZER:
+            if not isinstance(component.content, TorchFile) or component.problem is not None:
+                return None
+            pieces += _pieces_of(component)
+    for state in sharded:
+        if state.name is not None and state.name.role is Role.OPTIMIZER:
+            if state.metadata is None:
+                return None
+            pieces += _items_of(state)
+    return tuple(pieces)
+
+
+def samples_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Return the beginnings of pieces, 1 MiB at most."""
+    pieces = [piece for piece in pieces if piece.length]
+    if len(pieces) > _MOST_SAMPLES:
+        pieces = [pieces[len(pieces) * number // _MOST_SAMPLES] for number in range(_MOST_SAMPLES)]
+    size = min(SAMPLE, _MOST // max(1, len(pieces)))
+    return tuple(piece._replace(length=min(size, piece.length)) for piece in pieces)
+
+
+def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:
+    """Return whether two folders have the same bytes at these places, in files of the same sizes. Raises OSError.
+
+    The first piece of each file is compared before the rest: of a healthy save nothing else is read.
+    """
+    files = _by_file(pieces)
+    for is_first in (True, False):
+        for path, runs in files:
+            with open_reader(root / path) as reader, open_reader(other / path) as reader_of_other:
+                if reader.size != reader_of_other.size:
+                    return False
+                some = runs[:1] if is_first else runs[1:]
+                if first_difference(reader, reader_of_other, some) is not None:
+                    return False
+    return True
+
+
+def digest_of(root: Path, pieces: Sequence[Piece]) -> str:
+    """Return a digest of the bytes of pieces and of their places: equal for saves with equal bytes. Raises OSError."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for path, runs in _by_file(pieces):
+        with open_reader(root / path) as reader:
+            digest.update(f"{path}\0{reader.size}\0".encode())
+            reader.expect((run.offset_a, run.length) for run in runs)
+            for run in runs:
+                digest.update(f"{run.offset_a}\0{run.length}\0".encode())
+                digest.update(reader.read(run.offset_a, run.length))
+    return digest.hexdigest()
+
+
+def weights_digest(root: Path) -> str:
+    """Return a digest of samples of all weights in a folder, "" where it has none or they are not compared.
+
+    Two saves of a run with the same digest have the same weights. Raises OSError.
+    """
+    folder = scan_folder(root, wanted=lambda name: name.role in NOT_STATES)
+    pieces = weights_in(folder, scan_dcp_folders(folder))
+    return digest_of(root, samples_of(pieces)) if pieces else ""
+
+
+def _by_file(pieces: Iterable[Piece]) -> list[tuple[PurePosixPath, list[Run]]]:
+    return [
+        (path, [Run(piece.offset, piece.offset, piece.length) for piece in of_file])
+        for path, of_file in groupby(pieces, key=attrgetter("path"))
+    ]
+
+
+def _pieces_of(component: Component) -> Iterator[Piece]:
+    """Yield the tensors of a file. Of a torch file its storages are: those of an optimizer have no key."""
+    if isinstance(component.content, TorchFile):
+        ranges = component.content.storage_ranges.values()
+        yield from (Piece(component.path, offset, length) for offset, length in ranges)
+        return
+    for tensor in component.tensors:
+        if tensor.data_offsets is not None:
+            begin, end = tensor.data_offsets
+            yield Piece(component.path, begin, end - begin)
+
+
+def _items_of(state: DcpFolder) -> Iterator[Piece]:
+    items = state.metadata.stored.values() if state.metadata is not None else ()
+    ordered = sorted(items, key=lambda item: (item.path, item.offset))
+    yield from (Piece(state.path / item.path, item.offset, item.length) for item in ordered)
