@@ -1,11 +1,13 @@
 """``ckptfix repair``."""
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import PurePath
 
 import click
 
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import check_verbosely, run_each, state_after_repair, state_after_writing
 from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, LocalFile, Verb
@@ -58,7 +60,12 @@ _WORDS: dict[object, str] = {
 @click.option(
     "--models", type=int, metavar="N", help="The script has N models: drop proven copies beyond that."
 )
-@click.option("--keep", multiple=True, metavar="ROLE=N", help=f"The same for {', '.join(KEEPABLE)}.")
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="ROLE=N|FILE",
+    help=f"ROLE=N: the same for {', '.join(KEEPABLE)}. FILE: of a model that is stored twice, keep this file or index.",
+)
 @click.option("--keys", type=click.Choice([keys.value for keys in Keys]), default=Keys.AUTO.value, show_default=True,
               help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
 @click.option(
@@ -97,13 +104,15 @@ def repair_command(
     Shows the plan, writes a journal, and proves the result. `ckptfix undo PATH` restores every byte.
     """
     _check_arguments(paths, output, plan_out)
+    files = frozenset(item for item in keep if "=" not in item and parse_file_name(PurePath(item).name))
     policy = Policy(
-        keep=_keep(models, keep),
+        keep=_keep(models, [item for item in keep if item not in files]),
         keys=Keys(keys),
         only=frozenset(only),
         allow=frozenset(allow),
         atomic=atomic,
         adapter=adapter,
+        families=files,
     )
 
     saved = _read_plan(plan_file, paths, output, plan_out, policy) if plan_file is not None else None
@@ -172,12 +181,14 @@ def _word(receipt: RepairReceipt) -> str:
     return _WORDS["dry" if receipt.dry_run and receipt.steps else (receipt.status, bool(receipt.steps))]
 
 
-def _keep(models: int | None, keep: tuple[str, ...]) -> dict[Role, int]:
+def _keep(models: int | None, keep: Iterable[str]) -> dict[Role, int]:
     counts: dict[Role, int] = {}
     for item in keep:
         name, _, count = item.partition("=")
         if name not in KEEPABLE or not count.isdecimal():
-            raise UsageError(f"--keep {item}: write ROLE=N with a role out of {', '.join(KEEPABLE)}")
+            raise UsageError(
+                f"--keep {item}: write ROLE=N with a role out of {', '.join(KEEPABLE)}, or the name of a file"
+            )
         counts[KEEPABLE[name]] = int(count)
     if models is not None and counts.setdefault(Role.MODEL, models) != models:
         raise UsageError(f"--models {models} and --keep models={counts[Role.MODEL]} contradict each other")

@@ -52,6 +52,8 @@ from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
     LeftoverIndex,
     MissingShard,
+    SecondFamily,
+    StaleFamily,
     UndecidedIndex,
 )
 from ckptfix.diagnosis.indexes import diagnose_shards
@@ -131,7 +133,9 @@ A note such as ``identical-states`` must not silence another rule.
 _OF_RANK_FILES = (*_OF_HEADERS, UnloadablePickle, UnsafePickle)
 """Findings that explain why the files of all ranks cannot be read together."""
 
-_OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
+_OF_ENTRIES = (
+    DoubledModel, IdenticalModels, IdenticalStates, EntryGap, StaleFamily, SecondFamily, LeftoverIndex, UndecidedIndex,
+)  # fmt: skip
 """Findings whose repair drops or moves a file."""
 
 Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]

@@ -36,6 +36,7 @@ class Policy:
     ``keep``: the number of entries of a role in the script. ``only``: codes to repair, empty for all.
     ``allow``: the named codes among those that are repaired only on request. ``atomic``: write new files,
     never patch one in place. ``adapter``: of the adapters in one file, the name of the one that it is for.
+    ``families``: of a model that is stored twice, the file or the index to keep.
     """
 
     keep: Mapping[Role, int] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Policy:
     allow: frozenset[str] = frozenset()
     atomic: bool = False
     adapter: str = ""
+    families: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for code in self.only | self.allow:

@@ -13,7 +13,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
-from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step
+from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, SetAside, Step
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.recipes import KEPT, Literal, Recipe
@@ -48,6 +48,8 @@ def followed(
     """Return the manifest of a folder after the edits of these steps. ``folder``: as it was scanned before them."""
     actions = [step.action for step in steps]
     dropped = {str(action.path): str(action.kept) for action in actions if isinstance(action, DropEntry)}
+    for aside in (action for action in actions if isinstance(action, SetAside)):
+        dropped |= dict.fromkeys(map(str, (aside.path, *aside.files)), str(aside.kept))
     moved = {str(action.source): str(action.target) for action in actions if isinstance(action, Renumber)}
     renames = {action.path: action for action in actions if isinstance(action, RewriteNames)}
     entries = {entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))}

@@ -4,12 +4,12 @@ Planning is pure: the same diagnosis and policy give the same plan, and no file 
 of a model change by one map: a model that is renamed in part would load wrong.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import ModelName, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, without_private_wrappers
 from ckptfix.checkpoint.pairing import strip_wrappers
@@ -36,6 +36,9 @@ from ckptfix.diagnosis.findings.duplicates import (
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
+    LeftoverIndex,
+    SecondFamily,
+    StaleFamily,
     UndecidedIndex,
 )
 from ckptfix.diagnosis.policy import Keys, Policy
@@ -48,6 +51,7 @@ from ckptfix.repairs.steps import (
     Renumber,
     RewriteNames,
     Safety,
+    SetAside,
     Step,
     Trim,
     Unplanned,
@@ -85,11 +89,12 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
     """
     draft = Draft(diagnosis, policy)
     dropped = plan_drops(draft)
-    plan_trims(draft, dropped)
-    maps = plan_names(draft, dropped)
+    aside = plan_families(draft)
+    plan_trims(draft, dropped | aside)
+    maps = plan_names(draft, dropped | aside)
     if draft.sharded:
         plan_dcp_names(draft, dropped)
-    plan_indexes(draft, maps)
+    plan_indexes(draft, maps, aside)
     plan_moves(draft, dropped)
     if policy.adapter and not any(isinstance(finding, DeadAdapter) for finding in draft.findings):
         path = PurePosixPath("adapter_model.safetensors")
@@ -298,6 +303,77 @@ def _is_wanted(draft: Draft, role: Role) -> bool:
 
 def _code(role: Role) -> str:
     return IdenticalModels.code if role is Role.MODEL else IdenticalStates.code
+
+
+def _families(finding: Finding) -> tuple[PurePosixPath, ...]:
+    """Return the files and indexes of one model that a finding is about; empty for any other finding."""
+    if isinstance(finding, StaleFamily | SecondFamily):
+        return finding.path, finding.preferred
+    if isinstance(finding, LeftoverIndex):
+        return finding.path, finding.file
+    if isinstance(finding, UndecidedIndex):
+        model = _model_of(finding.path)
+        # load_checkpoint_in_model takes the only index of a folder, of any model.
+        return finding.path, *(path for path in finding.loads.values() if _model_of(path) == model)
+    return ()
+
+
+def _model_of(path: PurePosixPath) -> tuple[ModelName | None, int]:
+    name = parse_file_name(path.name)
+    return (name.model, name.index) if name is not None else (None, 0)
+
+
+def plan_families(draft: Draft) -> frozenset[PurePosixPath]:
+    """Plan to set aside all families of a model but the one that the user keeps, and return their files."""
+    rivals: dict[PurePosixPath, str] = {}
+    for finding in draft.findings:
+        paths = _families(finding)
+        rivals |= dict.fromkeys(paths, finding.code)
+        if finding.code in draft.policy.allow and paths and not draft.policy.families:
+            draft.stay(finding.code, paths[:1], "choose what to keep with --keep FILE")
+    groups = {group.path: group for group in draft.groups}
+    aside: set[PurePosixPath] = set()
+    for name in sorted(draft.policy.families):
+        kept = PurePosixPath(name)
+        others = [path for path in rivals if _model_of(path) == _model_of(kept) and path != kept]
+        files = {path: _files_of_family(groups[path]) for path in others}
+        gone = {file for members in files.values() for file in members}
+        if kept not in rivals or not others:
+            why: str | None = "no finding names it and another file or index of its model"
+        elif any(str(path) in draft.policy.families for path in others):
+            why = f"{list_names(sorted(map(str, others)))} is to stay, too"
+        else:
+            why = _family_objection(draft, groups[kept], gone)
+        if why is not None:
+            draft.stay(rivals.get(kept, StaleFamily.code), (kept,), why)
+            continue
+        for path in others:
+            size = sum(draft.components[file].size for file in files[path])
+            action = SetAside(path=path, files=files[path], kept=kept, size=size)
+            draft.add(action, rivals[path], Safety.LOSSY, (*files[path], *_files_of_family(groups[kept])))
+        aside |= gone | set(others)
+    return frozenset(aside)
+
+
+def _files_of_family(group: ModelFiles) -> tuple[PurePosixPath, ...]:
+    """Return the files of a family, first its index. A file of another name may be of a script."""
+    index = (group.index.path,) if group.index is not None else ()
+    return *index, *(member.path for member in group.members if member.path not in group.renamed)
+
+
+def _family_objection(draft: Draft, kept: ModelFiles, gone: Set[PurePosixPath]) -> str | None:
+    """Return why the families next to ``kept`` stay, None where they may go. ``gone``: their files."""
+    is_damaged = any(
+        isinstance(finding, SecondFamily) and finding.is_damaged for finding in draft.findings_of(kept.path)
+    )
+    if kept.is_left_over or kept.missing or is_damaged:
+        return "it is damaged or incomplete, as another finding says"
+    if shared := sorted(str(path) for path in gone if draft.memberships[path] > 1):
+        return f"two indexes name {shared[0]}"
+    for link, places in draft.links.items():
+        if link not in gone and (needed := sorted(places & gone)):
+            return f"{link} is a symbolic link to {needed[0]}, which would no longer be there"
+    return None
 
 
 def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
@@ -567,15 +643,19 @@ def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
         draft.add(action, finding.code, Safety.LOSSY, (finding.path,))
 
 
-def plan_indexes(draft: Draft, maps: Maps) -> None:
-    """Plan the indexes that follow renamed shards, and those that contradict the headers."""
+def plan_indexes(draft: Draft, maps: Maps, aside: Collection[PurePosixPath]) -> None:
+    """Plan the indexes that follow renamed shards, and those that contradict the headers.
+
+    ``aside``: the families that no loader shall find.
+    """
     broken = {finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)}
     renamed = {key[0] for key in maps}
     for group in draft.groups:
-        if group.index_path is None or group.is_left_over:
+        if group.index_path is None or group.is_left_over or group.index_path in aside:
             continue
         finding = broken.get(group.index_path)
-        if finding is not None and not finding.is_fixable:
+        is_kept = isinstance(finding, UndecidedIndex) and str(group.index_path) in draft.policy.families
+        if finding is not None and not (finding.is_fixable or is_kept):
             draft.stay(finding.code, (group.index_path,), finding.advice)
             continue
         new_map = _weight_map(group, maps)
@@ -598,7 +678,7 @@ def plan_indexes(draft: Draft, maps: Maps) -> None:
         of_adapter = _dead_adapter(draft, group)
         code = finding.code if finding is not None else (of_adapter or NestedPrefix).code
         is_allowed = draft.policy.adapter or DeadAdapter.code in draft.policy.allow
-        asked = draft.policy.keys is not Keys.AUTO or (of_adapter is not None and is_allowed)
+        asked = draft.policy.keys is not Keys.AUTO or (of_adapter is not None and is_allowed) or is_kept
         safety = Safety.LOSSY if asked else Safety.SAFE
         reads = (group.index_path, *(shard.path for shard in group.members))
         draft.add(action, code, safety, reads, group.members[0].path if is_renamed else None)

@@ -24,7 +24,7 @@ from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.repairs.plan import Plan, make_plan
-from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step, Unplanned, WriteIndex
+from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, SetAside, Step, Unplanned, WriteIndex
 from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import Absent, Range
 
@@ -99,6 +99,7 @@ def _prove_tensors(
 ) -> None:
     actions = [step.action for step in steps]
     dropped = {action.path for action in actions if isinstance(action, DropEntry)}
+    dropped.update(path for action in actions if isinstance(action, SetAside) for path in action.files)
     moved = {action.source: action.target for action in actions if isinstance(action, Renumber)}
     maps = {action.path: action.maps for action in actions if isinstance(action, RewriteNames)}
     found = {component.path: component for component in after.components}

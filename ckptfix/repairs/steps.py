@@ -47,6 +47,24 @@ class DropEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """Removal of the files that hold a model as no loader should take it; the journal keeps them.
+
+    ``path``: the file or the index that loaders look for, ``files``: all of them, ``kept``: what loaders take after it.
+    """
+
+    path: PurePosixPath
+    files: tuple[PurePosixPath, ...]
+    kept: PurePosixPath
+    size: int
+
+    def __str__(self) -> str:
+        more = len(self.files) - 1
+        files = str(self.files[0]) + (f" and {count_of(more, 'more file')}" if more else "")
+        return f"set {files} aside ({human_size(self.size)}, in .ckptfix until an undo); {self.kept} stays"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trim:
     """Cut of a file to the size of its own content."""
 
@@ -104,7 +122,7 @@ class Renumber:
         return f"move {self.source} to {self.target}"
 
 
-StepAction = DropEntry | Trim | RewriteNames | WriteIndex | Renumber
+StepAction = DropEntry | SetAside | Trim | RewriteNames | WriteIndex | Renumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

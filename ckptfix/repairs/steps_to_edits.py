@@ -39,6 +39,7 @@ from ckptfix.repairs.steps import (
     DropEntry,
     Renumber,
     RewriteNames,
+    SetAside,
     Step,
     StepAction,
     Trim,
@@ -113,6 +114,8 @@ def _edits(writer: "_Writer", action: StepAction) -> list[Edit]:
     match action:
         case DropEntry():
             return writer.drop(action)
+        case SetAside():
+            return [Remove(path=path, previous=KEPT) for path in action.files]
         case Trim():
             return writer.change(writer.components[action.path], None)
         case RewriteNames():

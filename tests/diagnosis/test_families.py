@@ -26,7 +26,7 @@ def values(number: float, *names: str) -> dict[str, torch.Tensor]:
 def write(path: Path, tensors: Tensors) -> None:
     """Write a file, or an index with a shard for each tensor where the name is that of an index."""
     suffix = ".bin" if ".bin" in path.name else ".safetensors"
-    if path.suffix in (".bin", ".pt"):
+    if path.suffix in (".bin", ".pt", ".pth"):
         torch.save(dict(tensors), path)
         return
     if path.suffix == ".safetensors":
@@ -98,6 +98,7 @@ HEALTHY: dict[str, dict[str, Tensors]] = {
         "model.safetensors.index.fp16.json": values(1),
     },
     "consolidated": {"model.safetensors.index.json": values(0), "consolidated.safetensors": values(1)},
+    "consolidated in a folder": {"model.safetensors": values(0), "original/consolidated.00.pth": values(1)},
     "an index and its shards": {"model.safetensors.index.json": values(0)},
     "an adapter": {"model.safetensors": values(0), "adapter_model.safetensors": values(1)},
     "an adapter in the other format": {"model.safetensors": values(0), "adapter_model.bin": values(1)},
@@ -112,6 +113,7 @@ HEALTHY: dict[str, dict[str, Tensors]] = {
 @pytest.mark.parametrize("what", HEALTHY)
 def test_files_among_which_no_loader_chooses_are_not_compared(tmp_path: Path, what: str) -> None:
     for name, tensors in HEALTHY[what].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, tensors)
     assert families(tmp_path) == families(tmp_path, data=True) == []
 
@@ -232,7 +234,9 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
         "model.safetensors: damaged, and not compared with pytorch_model.bin; load_state and transformers load "
         "model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
     )
-    assert note.advice == "if pytorch_model.bin is the save that you want: delete model.safetensors"
+    assert note.advice == (
+        "if pytorch_model.bin is the save that you want: ckptfix repair DIR --keep pytorch_model.bin"
+    )
     assert REAL["load_checkpoint_in_model"](tmp_path) == 1
     for loader in ("load_state", "transformers"):
         with pytest.raises(SafetensorError):

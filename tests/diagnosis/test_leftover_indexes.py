@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 
-from ckptfix import check, latest_checkpoint, repair, salvage
+from ckptfix import Policy, check, latest_checkpoint, repair, salvage
 from ckptfix.errors import UsageError
 from tests.diagnosis.test_families import values, write
 from tests.diagnosis.test_odd_indexes import OLDEST, Diffusers, Library, Transformers
@@ -69,9 +69,13 @@ def test_an_index_that_transformers_leaves_when_it_saves_one_file_is_a_note(tmp_
     assert sentence.endswith("; loaders take model.safetensors")
     (finding,) = check(path).all_findings
     index = path / "model.safetensors.index.json"
-    assert finding.advice_at(str(path)) == f"if model.safetensors is the save that you want: rm {index}"
+    assert finding.advice_at(str(path)) == (
+        "if model.safetensors is the save that you want, set model.safetensors.index.json aside: "
+        f"ckptfix repair {path} --keep model.safetensors"
+    )
     assert check(path).status == 0
-    index.unlink()
+    assert repair(path, policy=Policy(families=frozenset({"model.safetensors"}))).status == 0
+    assert not index.exists()
     assert notes(path) == []
 
 
@@ -107,12 +111,14 @@ def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(tmp_
         f"diffusers takes it before {name}, which holds its {tensors} tensors, and fails"
     )
     (finding,) = check(path).all_findings
-    assert finding.advice_at(str(path)) == f"if {name} is the save that you want: rm {index}"
-    assert finding.advice == f"if {name} is the save that you want: delete {index.name}"
+    assert finding.advice == (
+        f"if {name} is the save that you want, set {index.name} aside: ckptfix repair DIR --keep {name}"
+    )
     report = salvage(path, tmp_path / "salvaged")
     assert not report.lost
     assert is_equal(library.model, type(library.model).from_pretrained(tmp_path / "salvaged"))
-    index.unlink()
+    assert repair(path, policy=Policy(families=frozenset({name}))).status == 0
+    assert not index.exists()
     assert is_equal(library.model, type(library.model).from_pretrained(path))
     assert notes(path) == []
 

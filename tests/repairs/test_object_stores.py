@@ -39,7 +39,13 @@ SCENARIOS = {
     "rename shards and index": ("sharded-gpt2-nested", Policy()),
     "a DCP folder": ("../golden/nested-prefix-dcp", Policy(allow=frozenset({"nested-prefix"}))),
 }
-ADAPTER = {"keys of an adapter": ("../golden/dead-adapter-name", Policy())}
+ADAPTER = {
+    "keys of an adapter": ("../golden/dead-adapter-name", Policy()),
+    "one of two families": (
+        "../golden/stale-family-shards",
+        Policy(families=frozenset({"model.safetensors"})),
+    ),
+}
 Objects = dict[str, bytes]
 
 
@@ -79,7 +85,10 @@ def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path
     fixture, policy = (SCENARIOS | ADAPTER)[name]
     old = put(bucket, FIXTURES / fixture / "checkpoint")
     shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
-    here = repair(tmp_path / "checkpoint_7", policy=Policy(allow=policy.allow, atomic=True))
+    here = repair(
+        tmp_path / "checkpoint_7",
+        policy=Policy(allow=policy.allow, families=policy.families, atomic=True),
+    )
     there = repair(URL, policy=policy)
     assert here.steps
     assert objects(bucket) == files(tmp_path / "checkpoint_7")

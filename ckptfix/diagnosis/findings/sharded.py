@@ -254,11 +254,7 @@ class UndecidedIndex(IndexMismatch):
     @property
     def advice(self) -> str:
         """Advice to decide between the two, as only the user knows which one is wanted."""
-        taken = series(sorted({str(path) for path in self.loads.values()}))
-        return (
-            f"not written: move what you do not want out of the folder, the shards or {taken}; if the shards stay, "
-            "then repair"
-        )
+        return f"not written; {_keep(self.path, *self.loads.values())}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,19 +360,16 @@ class LeftoverIndex(Finding):
 
     @property
     def advice(self) -> str:
-        """Advice to delete what is left over."""
+        """Advice to set aside what is left over."""
         shards = (
             f" and {count_of(len(self.shards), 'shard')} ({list_names(map(str, self.shards))})"
             if self.shards
             else ""
         )
-        return f"if {self.file} is the save that you want: delete {self.path}{shards}"
-
-    def advice_at(self, path: str) -> str:
-        """Return the advice with the command that deletes the index; a store has no such command."""
-        if self.shards or looks_like_url(path):
-            return self.advice
-        return f"if {self.file} is the save that you want: rm {shell_path(Path(path) / self.path)}"
+        return (
+            f"if {self.file} is the save that you want, set {self.path}{shards} aside: ckptfix repair DIR --keep "
+            f"{self.file}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,7 +461,8 @@ class StaleFamily(Finding):
 
     code = "stale-family"
     severity = Severity.WARNING
-    action = Action.TELL
+    action = Action.ASK
+    option = "--keep FILE"
     meaning = (
         "a model is stored in two formats, or in one file and in shards, with different values: loaders differ in "
         "which they take"
@@ -491,10 +485,10 @@ class StaleFamily(Finding):
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        decide = "they are of two saves: move the one that you do not want out of the folder"
-        if self.unlisted:
-            return decide
-        return f"{decide}; to compare them: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+        compare = f"to compare them: ckptfix diff DIR/{self.preferred} DIR/{self.path}\n"
+        return (
+            "" if self.unlisted else compare
+        ) + f"they are of two saves; {_keep(self.preferred, self.path)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,7 +503,8 @@ class SecondFamily(Finding):
 
     code = "second-family"
     severity = Severity.NOTE
-    action = Action.TELL
+    action = Action.ASK
+    option = "--keep FILE"
     meaning = (
         "a model is stored in two formats, or in one file and in shards: with equal values, or with other keys or "
         "dtypes"
@@ -560,13 +555,17 @@ class SecondFamily(Finding):
     def advice(self) -> str:
         """Advice to compare what was not compared here, or to save the space."""
         if self.is_equal:
-            return "either file is enough; keep the one that your loader takes"
+            return f"either is enough; {_keep(self.preferred, self.path)}"
         if self.is_damaged:
-            shards = " and its shards" if self.path.suffix == ".json" else ""
-            return f"if {self.preferred} is the save that you want: delete {self.path}{shards}"
+            return (
+                f"if {self.preferred} is the save that you want: ckptfix repair DIR --keep {self.preferred}"
+            )
         if self.unlisted:
-            return "make sure that both are of one save"
-        return f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}"
+            return f"make sure that both are of one save; {_keep(self.preferred, self.path)}"
+        return (
+            f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}\n"
+            f"{_keep(self.preferred, self.path)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -589,12 +588,18 @@ class PartialFamily(SecondFamily):
     @property
     def advice(self) -> str:
         """Advice to decide between the two, as only the user knows which model is wanted."""
-        return f"move {self.partial} out of the folder, unless it is the model that you want"
+        complete = self.path if self.partial == self.preferred else self.preferred
+        return f"unless {self.partial} is the model that you want: ckptfix repair DIR --keep {complete}"
 
 
 def _stored(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
     """Return a family in words: its file, or its index, which may be missing."""
     return f"the shards without {path}" if path in unlisted else str(path)
+
+
+def _keep(*paths: PurePosixPath) -> str:
+    """Return the command that keeps one of several families and sets the others aside."""
+    return f"to keep one of {series(sorted(set(map(str, paths))))}: ckptfix repair DIR --keep FILE"
 
 
 def _loading(loads: Mapping[str, PurePosixPath], refused_by: str) -> str:
