@@ -20,7 +20,7 @@ from ckptfix.storage.reading import open_reader
 SAMPLE = 4096
 """Bytes of a sample: a page of the disk."""
 
-_SAMPLED = 1 << 20
+SAMPLED = 1 << 20
 """Most bytes of samples of one folder. A request of a store costs more than the bytes that it brings."""
 
 CONFIG_OF_LIBRARY = {"peft": ADAPTER, "transformers": CONFIG, "diffusers": CONFIG}
@@ -118,7 +118,7 @@ def loads_of(
                 library=library,
                 configs=configs,
                 tensors={tensor.fqn: tensor for member in group.members for tensor in member.tensors},
-                sample=_sampler(folder.root, group, sys.maxsize if data else _SAMPLED // len(families)),
+                sample=_sampler(folder.root, group, sys.maxsize if data else SAMPLED // len(families)),
                 is_whole=group.is_whole,
                 states_of=states_of,
                 deepspeed=next((str(path) for _, path in deepspeed_below(folder.root, folders)), ""),

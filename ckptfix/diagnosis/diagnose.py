@@ -47,6 +47,8 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
+from ckptfix.diagnosis.findings.inconsistent import ZeroMoments
+from ckptfix.diagnosis.findings.load_faults import UntrainedAdapter
 from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
@@ -59,6 +61,7 @@ from ckptfix.diagnosis.findings.sharded import (
 from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
+from ckptfix.diagnosis.optimizer_values import diagnose_optimizer_values, steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
@@ -274,6 +277,9 @@ def diagnose(
         bundles = list(bundles_of(folder, unreliable))
         findings += (finding for bundle in bundles for finding in bundle.findings)
         findings += diagnose_empty_bundles(folder, bundles)
+        every_optimizer = (*optimizers, *(saved for bundle in bundles for saved in bundle.optimizers))
+        of_values = diagnose_optimizer_values(folder.root, every_optimizer, unreliable, data=data)
+        findings += of_values.findings
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
         trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
         if folder.only is None:
@@ -293,7 +299,7 @@ def diagnose(
 
         def count_steps() -> int:
             of_run = trainer if folder.only is None else trainer_progress(folder.root)
-            return max((of_run.step or 0, *(saved.step or 0 for saved in optimizers)))
+            return max((of_run.step or 0, *(steps_of(folder.root, saved) for saved in optimizers)))
 
         loads = [*loads_of(folder, groups, libraries=JUDGED, data=data, count_steps=count_steps)]
         of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])
@@ -325,7 +331,7 @@ def diagnose(
         sharded=sharded,
         deepspeed=deepspeed,
         groups=groups,
-        optimizers=(*optimizers, *(one for bundle in bundles for one in bundle.optimizers)),
+        optimizers=every_optimizer,
         manifest=evidence.manifest,
         trainer=trainer,
         findings=tuple(findings),
@@ -335,6 +341,7 @@ def diagnose(
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
             *of_optimizers.unchecked,
+            *of_values.unchecked,
             *trainer.unchecked,
             *of_loads.unchecked,
             *of_save.unchecked,
@@ -424,7 +431,8 @@ def _not_checked(
         for component in folder.components
         if component.problem is not None and component.problem.is_only_unchecked
     ]
-    sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
+    of_pairs = (one for one in findings if not isinstance(one, UntrainedAdapter | ZeroMoments))
+    sampled = sum(1 for finding in of_pairs if getattr(finding, "sampled", False))
     if sampled:
         pairs = count_of(sampled, "pair")
         words.append(f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte")

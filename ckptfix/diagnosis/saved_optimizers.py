@@ -1,9 +1,10 @@
 """Saved optimizers as their headers show them: in files of torch, in bundles, and in DCP folders."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from math import prod
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
@@ -19,7 +20,7 @@ from ckptfix.diagnosis.optimizer_kinds import (
     SEVERAL,
 )
 from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_metadata import flattened_parts
+from ckptfix.formats.dcp_metadata import DcpMetadata, DcpTensor, flattened_parts
 from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
@@ -33,6 +34,9 @@ from ckptfix.formats.torch_tensors import (
     read_tensor,
     storages,
 )
+from ckptfix.tensors.dcp_tensors import DcpLayouts
+from ckptfix.tensors.single_files import torch_layout
+from ckptfix.tensors.stored import Layout
 
 Shape = tuple[int, ...]
 
@@ -59,6 +63,8 @@ class SavedOptimizer:
     ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
     ``sparse``: (parameter, state) of moments that are sparse tensors.
     ``strangers``: keys of moments in an optimizer that numbers its parameters, or numbers in one that names them.
+    ``tensors``: parameter -> state -> tensor, of those that are tensors. ``layout``: returns where the bytes of one
+    are, with paths from the checkpoint; raises OperationError where they cannot be read.
     """
 
     path: PurePosixPath
@@ -75,6 +81,8 @@ class SavedOptimizer:
     strangers: tuple[str, ...] = ()
     sparse: frozenset[tuple[str, str]] = frozenset()
     key: str = ""
+    tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    layout: Callable[[Any], Layout] | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -97,7 +105,7 @@ def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> 
                 yield from optimizers_in_file(component, component.content, [((), root)])
     for state in sharded:
         if state.metadata is not None:
-            yield from optimizers_of(state)
+            yield from optimizers_of(folder.root, state)
 
 
 def optimizers_in_file(
@@ -115,7 +123,7 @@ def optimizers_in_file(
         return  # another finding is about it
     for keys, node in places:
         try:
-            reading = _Reading(node, known, left)
+            reading = _Reading(node, known, left, file)
         except FormatError:
             continue
         left = reading.left
@@ -128,8 +136,10 @@ class _Reading:
     Raises FormatError for params that are neither numbers nor keys, and where more entries are there than ``left``.
     """
 
-    def __init__(self, node: Node, known: Mapping[str, PickledStorage], left: int) -> None:
+    def __init__(self, node: Node, known: Mapping[str, PickledStorage], left: int, file: TorchFile) -> None:
         self.left = left
+        self._file = file
+        self._tensors: dict[str, dict[str, PickledTensor]] = {}
         self._known = known
         self._groups: list[tuple[str, ...]] = []
         self._values: list[dict[str, object]] = []
@@ -165,6 +175,8 @@ class _Reading:
             integers=self._integers,
             strangers=tuple(self._strangers),
             sparse=frozenset(self._sparse),
+            tensors=self._tensors,
+            layout=partial(torch_layout, Path(component.path), self._file),
         )
 
     def _take(self, count: int) -> None:
@@ -213,6 +225,7 @@ class _Reading:
         self._states[name] = {
             word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
         }
+        self._tensors[name] = {word: tensor for word, (_, tensor) in entries.items() if tensor is not None}
         self._unusable.update(
             (name, word) for word, (value, _) in entries.items() if _is_unusable(word, value)
         )
@@ -261,11 +274,12 @@ def _tensor(key: Text, value: Any, known: Mapping[str, Any]) -> PickledTensor | 
     return read_tensor(key, value, known) if type(value) is Node and is_tensor(value) else None
 
 
-def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
+def optimizers_of(root: Path, state: DcpFolder) -> Iterator[SavedOptimizer]:
     """Yield the optimizers in a DCP folder whose metadata names their parameters."""
-    assert state.metadata is not None
-    paths = paths_of(state.metadata)
-    shapes = {one.fqn: one.shape for one in state.metadata.tensors}
+    metadata = state.metadata
+    assert metadata is not None
+    paths = paths_of(metadata)
+    tensors = {tensor.fqn: tensor for tensor in metadata.tensors}
     found = {tuple(map(str, prefix)): _Parts() for prefix in optimizers_in(paths.values())}
     flattened = {scope.path: frozenset(scope.names) for scope in state.scopes if scope.kind == FLATTENED}
     for scope in state.scopes:
@@ -278,14 +292,14 @@ def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
         if (depth := _depth(path, found)) is not None:
             parts, kind = found[path[:depth]], path[depth]
             if kind == _STATE and len(path) == depth + 3:
-                parts.states.setdefault(path[-2], {})[path[-1]] = shapes.get(fqn)
+                parts.add(path[-2], path[-1], tensors.get(fqn))
             elif kind == _GROUPS:
                 parts.options.add(path[depth + 2] if len(path) > depth + 2 else "")
         elif path and path[:-1] in in_keys and (cut := flattened_parts(path[-1], flattened[path[:-1]])):
             begin, name, end = cut
             parts = in_keys[path[:-1]]
             if begin == f"{_STATE}.":
-                parts.states.setdefault(name, {})[end[1:]] = shapes.get(fqn)
+                parts.add(name, end[1:], tensors.get(fqn))
             else:
                 parts.options.add(end[1:])
     for parts in (*found.values(), *in_keys.values()):
@@ -296,7 +310,13 @@ def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
             options=frozenset(parts.options),
             groups=tuple(parts.groups),
             states=parts.states,
+            tensors=parts.tensors,
+            layout=partial(_dcp_layout, root / state.path, metadata),
         )
+
+
+def _dcp_layout(folder: Path, metadata: DcpMetadata, tensor: DcpTensor) -> Layout:
+    return DcpLayouts(folder, metadata, [tensor]).layout(tensor)
 
 
 class _Parts:
@@ -305,7 +325,14 @@ class _Parts:
     def __init__(self, groups: Iterable[tuple[str, ...]] = ()) -> None:
         self.groups = list(groups)
         self.states: dict[str, dict[str, Shape | None]] = {}
+        self.tensors: dict[str, dict[str, DcpTensor]] = {}
         self.options: set[str] = set()
+
+    def add(self, name: str, state: str, tensor: DcpTensor | None) -> None:
+        """Add a state of a parameter. ``tensor``: None for another value."""
+        self.states.setdefault(name, {})[state] = None if tensor is None else tensor.shape
+        if tensor is not None:
+            self.tensors.setdefault(name, {})[state] = tensor
 
 
 def _depth(path: tuple[str, ...], found: Mapping[tuple[str, ...], _Parts]) -> int | None:

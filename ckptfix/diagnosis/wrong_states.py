@@ -19,7 +19,13 @@ from ckptfix.checkpoint.state_contents import (
     states_under_other_keys,
     weights_without_tensors,
 )
-from ckptfix.diagnosis.findings.misplaced import EmptyExport, RenamedState, UnknownState, WrongState
+from ckptfix.diagnosis.findings.misplaced import (
+    EmptyExport,
+    RenamedState,
+    StatesWithoutStep,
+    UnknownState,
+    WrongState,
+)
 from ckptfix.formats.pickle_tree import Text, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
@@ -49,6 +55,19 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
     files = {item.path: item.content for item in components if isinstance(item.content, TorchFile)}
     names = {item.path: item.name for item in components}
     judged = {path: state_problem(names[path], file) for path, file in files.items()}
+    for path, file in files.items():
+        name = names[path]
+        is_of_accelerate = name.role is Role.RNG_STATE and not name.is_of_trainer
+        if is_of_accelerate and judged[path] is None and _lacks_step(file):
+            yield StatesWithoutStep(
+                path=path,
+                holds="random states without 'step'",
+                expected=Content.RANDOM_STATES.value,
+                effect=(
+                    "gradient accumulation does not continue at the saved batch (accelerate before 0.34 fails with "
+                    "KeyError: 'step')"
+                ),
+            )
     problems = {path: problem for path, problem in judged.items() if problem is not None}
     problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
     if not problems:
@@ -205,9 +224,14 @@ def _noun_of(component: Component) -> str:
 
 def _has_random_states(file: TorchFile) -> bool:
     """Return whether a file has all keys of accelerate's random states, with its step."""
+    return content_of(file) is Content.RANDOM_STATES and not _lacks_step(file)
+
+
+def _lacks_step(file: TorchFile) -> bool:
+    """Return whether a file has random states of accelerate without the step of the Accelerator."""
     if content_of(file) is not Content.RANDOM_STATES:
         return False
-    return any(type(key) is Text and key.value == "step" for key, _ in pairs(file.tree.root))
+    return not any(type(key) is Text and key.value == "step" for key, _ in pairs(file.tree.root))
 
 
 def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:

@@ -641,7 +641,7 @@ def test_a_group_of_a_dcp_folder_with_a_parameter_without_moments(tmp_path: Path
     root = tmp_path / "checkpoint"
     shutil.copytree("fixtures/dcp-2.13.0/fsdp2-clean/checkpoint", root)
     (state,) = (one for one in scan_dcp_folders(scan_folder(root)) if one.path.name == "optimizer_0")
-    (optimizer,) = optimizers_of(state)
+    (optimizer,) = optimizers_of(root, state)
     assert optimizer.is_named
     assert optimizer.is_plain
     assert [sorted(group) for group in optimizer.groups] == [sorted(optimizer.states)]

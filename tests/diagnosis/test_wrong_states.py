@@ -700,6 +700,20 @@ def test_a_step_that_an_accumulation_continues(step: Any, saved: dict[str, Any],
     assert told(root) == []
 
 
+def test_random_states_without_a_step_are_a_note(saved: dict[str, Any], tmp_path: Path) -> None:
+    """Measured: accelerate 0.34 to 1.15 load the random states and keep their own step, 0.33 raises a KeyError."""
+    root = Run().save(tmp_path / "checkpoint_0")
+    torch.save({key: value for key, value in saved[RANDOM].items() if key != "step"}, root / RANDOM)
+    assert loads(root) == "wrong"
+    report = check(root)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity.value, report.status) == ("unknown-state", "note", 0)
+    assert str(finding) == (
+        f"{RANDOM}: it holds random states without 'step' (expected accelerate's random states)"
+    )
+    assert latest_checkpoint(tmp_path) == root
+
+
 def accumulates(step: Any) -> bool:
     """Return whether accelerate's next ``accumulate`` steps the optimizer, without any steps to accumulate."""
     accelerator = accelerate.Accelerator(cpu=True)

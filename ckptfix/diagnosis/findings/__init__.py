@@ -61,6 +61,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     InconsistentGroups,
     MismatchedMoments,
     MissingMoments,
+    RoundedSteps,
     UnsavedParameters,
 )
 from ckptfix.diagnosis.findings.load_faults import (
@@ -112,6 +113,7 @@ CATALOGUE: tuple[type[Finding], ...] = (
     MismatchedMoments,
     UnsavedParameters,
     MissingMoments,
+    RoundedSteps,
     MixedSaves,
     CrcMismatch,
     CompressedRecord,
@@ -177,6 +179,7 @@ __all__ = [
     "OtherFormat",
     "PartlyReadIndex",
     "RelatedModels",
+    "RoundedSteps",
     "Salvaged",
     "SecondFamily",
     "Severity",

@@ -554,6 +554,81 @@ class LostMoments(EmptyOptimizer):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroMoments(MissingMoments):
+    """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: their first bytes were read."""
+
+    severity = Severity.WARNING
+
+    steps: int
+    sampled: bool
+
+    @property
+    def resume(self) -> Resume:
+        """It fails: a run would continue with moments of zero. But a script may train something else meanwhile."""
+        return Resume.FAILS_IF_NEW
+
+    def __str__(self) -> str:
+        read = " in its first bytes" if self.sampled else ""
+        return (
+            f"{self.place}: every moment of {count_of(self.parameters, 'parameter')} is zero{read}, after "
+            f"{count_of(self.steps, 'step')}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file, and the explanation of a script."""
+        return (
+            "the load takes it without an error, and the moments start at zero: copy the file again from where it "
+            "came, or resume from another checkpoint. If all its gradients were zero, the model is not trained: print "
+            "the gradient of a parameter after a step"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedSteps(OptimizerFinding):
+    """Steps in a ``dtype`` that counts to ``last`` alone, and that got there.
+
+    ``parameters``: the number of those with such a step. ``steps``: the largest. ``effect``: of a load.
+    """
+
+    code = "rounded-steps"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "an optimizer has its `step` in bf16 or fp16, which stop counting at 256 and 2,048: after a load its updates "
+        "have the wrong size. A note where the count goes on"
+    )
+
+    parameters: int
+    dtype: str
+    steps: int
+    last: int
+    effect: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.place}: 'step' of {count_of(self.parameters, 'parameter')} is {self.steps} in {self.dtype}, which "
+            f"counts to {self.last} (expected F32); {self.effect}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to write the step that the run made."""
+        return (
+            "a save converted the steps together with the moments: save the optimizer without a conversion. For this "
+            'checkpoint, load the file with torch, set each state["step"] = torch.tensor(float(STEP)), and save it'
+        )
+
+
+class RoundedStepsSoFar(RoundedSteps):
+    """The same below the last number, or where a load or the optimizer itself leaves no effect of it."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+
 def _parameters(names: tuple[str, ...]) -> str:
     return f"{'parameter' if len(names) == 1 else 'parameters'} {_listed(names)}"
 

@@ -147,6 +147,19 @@ class EmptyState(UnknownState):
     severity = Severity.NOTE
 
 
+class StatesWithoutStep(UnknownState):
+    """Random states without the step of the Accelerator, as accelerate 0.20 saved them."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice for the runs in which the step decides something."""
+        return f"{self.effect}; a run without gradient accumulation does not need it"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmptyExport(UnknownState):
     """Weights without a tensor next to the folder of DeepSpeed that holds them."""

@@ -1,0 +1,217 @@
+"""Values in optimizers that their headers do not show: counts of steps in a low precision, and moments of zeros alone.
+
+Measured with torch 2.13: ``load_state_dict`` keeps the dtype of ``step``, unless a param group is ``fused`` or
+``capturable``. In bf16 256 + 1 is 256 again, and in fp16 2048 + 1 is 2048. Where a DCP folder is loaded, the step is
+copied into that of the new optimizer, which has fp32.
+"""
+
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
+from ckptfix.diagnosis.findings.inconsistent import (
+    OptimizerFinding,
+    RoundedSteps,
+    RoundedStepsSoFar,
+    ZeroMoments,
+)
+from ckptfix.diagnosis.optimizer_kinds import SCALARS, STATES, kind_of
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer
+from ckptfix.errors import CkptfixError
+from ckptfix.storage.reading import OpenFiles, Piece
+from ckptfix.tensors.stored import Strided, Tiled
+from ckptfix.wording import human_size
+
+_STEP = "step"
+
+_LAST_COUNTS = {"BF16": 256, "F16": 2048}
+"""Dtype -> the first whole number to which it cannot add 1."""
+
+_FORMATS = {"F64": "<d", "F32": "<f", "BF16": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
+"""Dtype of a step -> its form for ``struct``. The two bytes of bf16 are the upper ones of fp32."""
+
+_MOST = 1 << 53
+"""A larger number is not a step."""
+
+_BLOCK = 1 << 16
+
+_STEPS_READ = 16
+"""Steps that are read of an optimizer: those of all parameters are nearly equal, and each is a request to a store."""
+
+_FIRST_STEPS = 10
+"""Steps after which moments may be zero: the first gradients of a new layer can be."""
+
+_ENOUGH = 8
+"""Parameters of which the first bytes of all moments are zero by no accident. Textual inversion trains one or two
+embeddings, in which only the rows of the words of its prompts have moments.
+"""
+
+
+class ValuesReport(NamedTuple):
+    """The findings about the values in optimizers, and in words what was not checked."""
+
+    findings: list[OptimizerFinding]
+    unchecked: list[str]
+
+
+def diagnose_optimizer_values(
+    root: Path, optimizers: Iterable[SavedOptimizer], damaged: frozenset[PurePosixPath], *, data: bool
+) -> ValuesReport:
+    """Find counts of steps that do not count on, and optimizers that made steps and have moments of zeros alone.
+
+    ``damaged``: files whose headers do not show what they were saved with. ``data``: read moments as a whole.
+    """
+    report = ValuesReport([], [])
+    with OpenFiles() as files:
+        for saved in optimizers:
+            if saved.path in damaged:
+                continue
+            values = _Values(root, files, saved)
+            # Headers say where the bytes are: a folder that is written now may not have them any more.
+            with suppress(CkptfixError, OSError):
+                report.findings.extend(_rounded_steps(saved, values))
+            with suppress(CkptfixError, OSError):
+                _judge_zeros(saved, values, report, data=data)
+    return report
+
+
+def steps_of(root: Path, saved: SavedOptimizer) -> int:
+    """Return the steps that an optimizer made, 0 where it does not count them or they cannot be read."""
+    with OpenFiles() as files, suppress(CkptfixError, OSError):
+        return int(_Values(root, files, saved).steps())
+    return 0
+
+
+class _Values:
+    """Reads the states of one optimizer. Its methods raise CkptfixError and OSError where one cannot be read."""
+
+    def __init__(self, root: Path, files: OpenFiles, saved: SavedOptimizer) -> None:
+        self._root = root
+        self._files = files
+        self._saved = saved
+
+    def steps(self) -> float:
+        """Return the largest of some steps."""
+        tensors = [
+            states[_STEP]
+            for states in self._saved.tensors.values()
+            if _STEP in states and states[_STEP].dtype in _FORMATS and prod(states[_STEP].shape) == 1
+        ]
+        return max((self._saved.step or 0, *map(self._number, _spread(tensors, _STEPS_READ))))
+
+    def _number(self, tensor: Any) -> float:
+        data = b"".join(self.blocks(tensor))
+        if tensor.dtype == "BF16":
+            data = b"\0\0" + data
+        number: float = struct.unpack(_FORMATS[tensor.dtype], data)[0]
+        return number if 0 <= number < _MOST else 0
+
+    def blocks(self, tensor: Any, most: int = sys.maxsize) -> Iterator[bytes]:
+        """Yield the bytes of a state, ``most`` of them."""
+        for path, offset, length in self.pieces(tensor):
+            for begin in range(0, length, _BLOCK):
+                block = bytearray(min(length - begin, _BLOCK, most))
+                self._files.fill(memoryview(block), self._root / path, offset + begin)
+                yield bytes(block)
+                most -= len(block)
+                if not most:
+                    return
+
+    def pieces(self, tensor: Any) -> Sequence[Piece]:
+        """Return the pieces of files with the bytes of a state; of one that is not contiguous its storage."""
+        assert self._saved.layout is not None
+        layout = self._saved.layout(tensor)
+        tiles = [tile.layout for tile in layout.tiles] if isinstance(layout, Tiled) else [layout]
+        return [
+            piece
+            for tile in tiles
+            for piece in ((tile.storage,) if isinstance(tile, Strided) else getattr(tile, "pieces", ()))
+        ]
+
+
+def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
+    """Return some of the items, from all over them."""
+    return items[:: -(-len(items) // most) or 1]
+
+
+def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[OptimizerFinding]:
+    """Yield the finding about steps in a dtype that does not count on."""
+    dtypes = {name: states[_STEP].dtype for name, states in saved.tensors.items() if _STEP in states}
+    rounded = [name for name, dtype in dtypes.items() if dtype in _LAST_COUNTS]
+    if not rounded:
+        return
+    dtype = dtypes[rounded[0]]
+    steps, last = values.steps(), _LAST_COUNTS[dtype]
+    present = STATES.intersection(state for states in saved.states.values() for state in states)
+    kinds = [kind_of(options, present) for options in saved.values]
+    is_read = not kinds or any(kind is None or _STEP in kind.single for kind in kinds)
+    # The metadata of a DCP folder has no values of options.
+    becomes_fp32 = not saved.values or all(
+        options.get("fused") is True or options.get("capturable") is True for options in saved.values
+    )
+    if becomes_fp32:
+        effect = "a load makes it fp32 and counts on from the rounded number"
+    elif not is_read:
+        effect = "its updates do not depend on it"
+    elif steps < last:
+        effect = f"a load keeps the type, and the count stays at {last} later on"
+    else:
+        effect = "a load keeps the type, adding 1 changes nothing, and the bias correction stays as it is"
+    is_stuck = is_read and not becomes_fp32 and steps >= last
+    yield (RoundedSteps if is_stuck else RoundedStepsSoFar)(
+        path=saved.path,
+        key=saved.key,
+        parameters=len(rounded),
+        dtype=dtype,
+        steps=int(steps),
+        last=last,
+        effect=effect,
+    )
+
+
+def _judge_zeros(saved: SavedOptimizer, values: _Values, report: ValuesReport, *, data: bool) -> None:
+    """Judge an optimizer whose moments are all zero. Reads one moment of a healthy one."""
+    moments = [
+        tensor
+        for states in saved.tensors.values()
+        for state, tensor in states.items()
+        if state not in SCALARS and 0 not in tensor.shape
+    ]
+    read = moments if data else _spread(moments, SAMPLED // SAMPLE)
+    for tensor in read:
+        if any(block.strip(b"\0") for block in values.blocks(tensor, sys.maxsize if data else SAMPLE)):
+            return
+    # Another value than a tensor may be a moment of a class that is not known here.
+    are_known = all(
+        state in SCALARS or state in saved.tensors.get(name, ())
+        for name, states in saved.states.items()
+        for state in states
+    )
+    steps = int(values.steps()) if moments and are_known else 0
+    if steps <= _FIRST_STEPS:
+        return
+    is_sampled = len(read) < len(moments) or any(
+        sum(piece.length for piece in values.pieces(tensor)) > SAMPLE for tensor in read
+    )
+    is_sampled = is_sampled and not data
+    if is_sampled and len(saved.tensors) < _ENOUGH:
+        report.unchecked.append(
+            f"{saved.path}: whether all its moments are zero, as the first {human_size(SAMPLE)} of each are; ckptfix "
+            "check --data reads the rest"
+        )
+        return
+    report.findings.append(
+        ZeroMoments(
+            path=saved.path,
+            key=saved.key,
+            names=(),
+            parameters=len(saved.tensors),
+            steps=steps,
+            sampled=is_sampled,
+        )
+    )

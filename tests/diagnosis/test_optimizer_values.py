@@ -1,0 +1,219 @@
+"""Steps that an optimizer does not count on, and moments of zeros: torch decides, and healthy twins stay silent."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from ckptfix import check
+from ckptfix.diagnosis.findings.base import Severity
+from tests.diagnosis.test_optimizer_states import save, step
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+CODES = ("rounded-steps", "missing-moments")
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr_decay=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+def net() -> Any:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3)).double()
+
+
+def found(root: Path, *, data: bool = False) -> list[tuple[str, Severity]]:
+    return [(one.code, one.severity) for one in check(root, data=data).findings if one.code in CODES]
+
+
+def updated(make: Callable[[Any], Any], state: dict[str, Any]) -> list[Any]:
+    """Return the weights after a load of the state, and one step."""
+    model = net()
+    optimizer = make(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(state))
+    torch.manual_seed(7)
+    step(model, optimizer, 1)
+    return list(model.parameters())
+
+
+def counting(make: Callable[[Any], Any], number: int) -> tuple[Any, Any]:
+    """Return a model and its optimizer after so many steps, by its own count."""
+    model = net()
+    optimizer = make(model.parameters())
+    step(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"].fill_(number)
+    return model, optimizer
+
+
+def convert(optimizer: Any, dtype: Any, *, is_step: bool) -> None:
+    """Convert the steps, or everything else, as a save in half precision does."""
+    for state in optimizer.state.values():
+        state.update({name: value.to(dtype) for name, value in state.items() if (name == "step") is is_step})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(torch.bfloat16, 255), (torch.bfloat16, 256), (torch.bfloat16, 300), (torch.float16, 300), (torch.float16, 2048)],
+    ids=str,
+)  # fmt: skip
+def test_a_step_that_a_load_counts_on_from_is_a_note(
+    tmp_path: Path, name: str, dtype: Any, number: int
+) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer = counting(make, number)
+    right = optimizer.state_dict()
+    # The number itself is rounded, too: the twin has the rounded one in fp32.
+    for state in right["state"].values():
+        state["step"] = state["step"].to(dtype).float()
+    twin = updated(make, right)
+    convert(optimizer, dtype, is_step=True)
+    rounded = updated(make, optimizer.state_dict())
+    is_wrong = not all(map(torch.equal, twin, rounded))
+    # Adamax corrects its first moment alone, for about 300 steps.
+    assert is_wrong or number in (255, 2048) or name not in WRONG or dtype is torch.float16
+    is_wrong = is_wrong or (name, number) == ("adamax", 2048)
+    state = copy.deepcopy(optimizer.state_dict())
+    save(tmp_path, [model], [optimizer])
+    # To prepare a fused optimizer loads its state, which makes its steps fp32.
+    torch.save(state, tmp_path / "optimizer.bin")
+    assert found(tmp_path) == [("rounded-steps", Severity.WARNING if is_wrong else Severity.NOTE)]
+
+
+WRONG = ("adamw", "amsgrad", "nadam", "radam", "adamax", "adagrad")
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd"])
+def test_moments_in_bf16_with_steps_in_fp32_are_healthy(tmp_path: Path, name: str) -> None:
+    make = OPTIMIZERS.get(name, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    if name == "sgd":
+        model = net()
+        optimizer = make(model.parameters())
+        step(model, optimizer)
+    else:
+        model, optimizer = counting(make, 9999)
+    convert(optimizer, torch.bfloat16, is_step=False)
+    save(tmp_path, [model], [optimizer])
+    assert found(tmp_path) == []
+
+
+def test_the_sentence_names_number_type_and_effect(tmp_path: Path) -> None:
+    model, optimizer = counting(torch.optim.AdamW, 9999)
+    convert(optimizer, torch.bfloat16, is_step=True)
+    save(tmp_path, [model], [optimizer])
+    (finding,) = check(tmp_path).findings
+    assert str(finding) == (
+        "optimizer.bin: 'step' of 4 parameters is 9984 in BF16, which counts to 256 (expected F32); a load keeps the "
+        "type, adding 1 changes nothing, and the bias correction stays as it is"
+    )
+    assert check(tmp_path).status == 1
+
+
+def test_a_dcp_folder_counts_on_from_the_rounded_number(tmp_path: Path) -> None:
+    model, optimizer = counting(torch.optim.AdamW, 9999)
+    convert(optimizer, torch.bfloat16, is_step=True)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert found(tmp_path / "checkpoint") == [("rounded-steps", Severity.NOTE)]
+    new, again = counting(torch.optim.AdamW, 1)
+    weights, states = get_state_dict(new, again)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    counts = {state["step"] for state in states["state"].values()}
+    assert {(float(count), count.dtype) for count in counts} == {(9984.0, torch.float32)}
+
+
+def zeroed(root: Path, model: Any, steps: int, kept: int | None = None) -> Path:
+    """Save a model whose AdamW made steps, with moments of zeros but for those of one parameter."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 1)
+    for number, state in enumerate(optimizer.state.values()):
+        state["step"].fill_(steps)
+        for name in () if number == kept else ("exp_avg", "exp_avg_sq"):
+            state[name].zero_()
+    return save(root, [model], [optimizer])
+
+
+ZERO = [("missing-moments", Severity.WARNING)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept", "expected"),
+    [(11, None, ZERO), (10, None, []), (0, None, []), (500, 0, []), (500, 3, [])],
+    ids=str,
+)
+def test_zero_moments_of_all_parameters_after_steps(
+    tmp_path: Path, steps: int, kept: int | None, expected: Any
+) -> None:
+    zeroed(tmp_path, net(), steps, kept)
+    for data in (False, True):
+        assert found(tmp_path, data=data) == expected
+
+
+def test_unused_parameters_with_zero_gradients_are_healthy(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(12):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model[0](torch.ones(1, 6, dtype=torch.float64)).sum() + 0 * sum(
+            map(torch.sum, model[1].parameters())
+        )
+        loss.backward()
+        optimizer.step()
+    save(tmp_path, [model], [optimizer])
+    assert found(tmp_path, data=True) == []
+
+
+@pytest.mark.parametrize("rows", [0, 5], ids=["all zero", "a few rows trained"])
+def test_large_embeddings_are_read_as_a_whole_before_they_are_judged(tmp_path: Path, rows: int) -> None:
+    """Textual inversion trains one embedding, whose first rows no prompt uses."""
+    model = torch.nn.Embedding(4000, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.arange(3000, 3000 + rows)).sum().backward()
+        optimizer.step()
+    save(tmp_path, [model], [optimizer])
+    assert found(tmp_path) == []
+    assert any("whether all its moments are zero" in words for words in check(tmp_path).not_checked)
+    assert found(tmp_path, data=True) == ([] if rows else ZERO)
+
+
+def test_the_first_bytes_of_many_large_moments_show_zeros(tmp_path: Path) -> None:
+    many = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
+    zeroed(tmp_path, many, 20)
+    (finding,) = check(tmp_path).findings
+    assert str(finding) == (
+        "optimizer.bin: every moment of 10 parameters is zero in its first bytes, after 20 steps"
+    )
+    assert found(tmp_path) == found(tmp_path, data=True) == ZERO
+    assert not any("pair" in words for words in check(tmp_path).not_checked)
+    for number in (0, 5, 9):
+        # One trained parameter, wherever it is, makes the optimizer healthy.
+        root = zeroed(tmp_path / str(number), many, 20, number)
+        assert found(root) == []
+
+
+def test_zero_moments_in_a_bundle_and_in_a_dcp_folder(tmp_path: Path) -> None:
+    model, optimizer = counting(torch.optim.AdamW, 50)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "train.pt")
+    assert found(tmp_path) == ZERO
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert found(tmp_path / "checkpoint") == ZERO
