@@ -333,6 +333,13 @@ class Neighbours:
         before, after = self.saves()
         return [*before[:1], *after[:1], *before[1:], *after[1:]]
 
+    def before(self) -> Neighbour | None:
+        """Return the folder before the checkpoint, whatever it holds; None where the numbers may be of other runs."""
+        run = self.siblings.run_of(self.home)
+        before, _ = self._sides(run.listed)
+        nearest = Neighbour(run, run.listed[before[-1]][1], is_before=True) if before else None
+        return nearest if nearest is not None and nearest.is_of_same_run else None
+
     def folders(self) -> list[Neighbour]:
         """Return the folders next to the checkpoint, two on either side, whatever they hold."""
         run = self.siblings.run_of(self.home)

@@ -40,6 +40,7 @@ from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
 from ckptfix.diagnosis.siblings import compared
+from ckptfix.diagnosis.stale_saves import diagnose_stale_saves
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.diagnosis.unfinished_copies import half_downloaded
@@ -271,13 +272,16 @@ def check(
     Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of
     those, and checks every checksum. The names in the checkpoints of the same run, next to this one, show what is
     missing here. ``siblings``: other checkpoints that may be of the run, for names that no library gives, such as
-    ``x_3``. ``resumes``: also report why ``latest_checkpoint`` passes over it. ``progress`` is called with numbers of
-    bytes.
+    ``x_3``; with them, tensors are compared with those of the checkpoint before. ``resumes``: also report why
+    ``latest_checkpoint`` passes over it. ``progress`` is called with numbers of bytes.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
-    grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
-    return _checked(find_target(path), grouped, data=data, resumes=resumes, progress=progress)
+    others = siblings if isinstance(siblings, Siblings) else list(siblings)
+    grouped = others if isinstance(others, Siblings) else Siblings(others)
+    return _checked(
+        find_target(path), grouped, data=data, resumes=resumes, of_run=bool(others), progress=progress
+    )
 
 
 def _checked(
@@ -287,9 +291,14 @@ def _checked(
     scan: Callable[[], CheckpointFolder] | None = None,
     data: bool = False,
     resumes: bool = False,
+    of_run: bool = False,
     progress: Progress | None = None,
 ) -> CheckReport:
-    """Return the report of ``check``. ``scan``: returns the folder, whose headers the caller needs, too."""
+    """Return the report of ``check``.
+
+    ``scan``: returns the folder, whose headers the caller needs, too. ``of_run``: compare tensors with those of the
+    checkpoint before.
+    """
     if target.only is None and (found := _staging(target.root, PurePosixPath(), rest=False)):
         nothing = CheckpointFolder(root=target.root, only=None, components=(), strays=(), subfolders={})
         return CheckReport(
@@ -338,6 +347,7 @@ def _checked(
         *pending,
         *lacking,
         *diagnosis.findings,
+        *(diagnose_stale_saves(folder, diagnosis.sharded, near, data=data) if of_run else ()),
         *of_hooks.findings,
         *downloads,
         *_staging_inside(target),

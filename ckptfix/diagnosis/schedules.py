@@ -341,7 +341,7 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
         if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
     }
     with suppress(FormatError):
-        rates = {saved.index: _numbers([group.get("lr") for group in saved.values]) for saved in optimizers}
+        rates = {saved.index: numbers_of([group.get("lr") for group in saved.values]) for saved in optimizers}
         holders: dict[tuple[float, ...], list[int]] = {}
         for index, numbers in rates.items():
             holders.setdefault(numbers, []).append(index)
@@ -349,11 +349,11 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
             rates=rates,
             holders=holders,
             last={
-                index: _numbers(items_of(child(state, "_last_lr")))
+                index: numbers_of(items_of(child(state, "_last_lr")))
                 for index, state in states.items()
                 if _has_moved(state)
             },
-            moves=_moves(states.get(0)) if len(states) == 1 else None,
+            moves=moves_of(states.get(0)) if len(states) == 1 else None,
         )
     return _Progress({}, {}, {}, None)
 
@@ -364,7 +364,7 @@ def _has_moved(state: Any) -> bool:
     return any(child(part, "last_epoch") not in (None, 0) for part in (state, *nested))
 
 
-def _numbers(values: Sequence[object]) -> tuple[float, ...]:
+def numbers_of(values: Sequence[object]) -> tuple[float, ...]:
     """Return learning rates, () where one is not a plain number, as of a capturable optimizer."""
     numbers = tuple(
         value
@@ -374,7 +374,7 @@ def _numbers(values: Sequence[object]) -> tuple[float, ...]:
     return numbers if len(numbers) == len(values) else ()
 
 
-def _moves(state: Any) -> int | None:
+def moves_of(state: Any) -> int | None:
     """Return how often a schedule of torch was moved, None for one that does not move with each step.
 
     ReduceLROnPlateau moves with each evaluation. A schedule that a script began at a later epoch has another

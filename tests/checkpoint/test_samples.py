@@ -28,10 +28,6 @@ def in_torch_file(folder: Path, state: Tensors) -> None:
     torch.save(state, folder / "pytorch_model.bin")
 
 
-def in_old_torch_file(folder: Path, state: Tensors) -> None:
-    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-
-
 def of_a_script(folder: Path, state: Tensors) -> None:
     torch.save({"model": state, "epoch": 3}, folder / "last.pt")
 
@@ -47,9 +43,7 @@ def in_dcp(folder: Path, state: Tensors) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "save", [in_safetensors, in_torch_file, in_old_torch_file, of_a_script, below, in_dcp]
-)
+@pytest.mark.parametrize("save", [in_safetensors, in_torch_file, of_a_script, below, in_dcp])
 def test_equal_weights_have_equal_samples_in_every_format(
     save: Callable[[Path, Tensors], Any], tmp_path: Path
 ) -> None:

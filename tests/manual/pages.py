@@ -33,6 +33,7 @@ from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action, Finding, finding_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
+from ckptfix.diagnosis.findings.stale import StaleSave
 from ckptfix.environment.doctor import CODES as TOPICS
 from ckptfix.environment.doctor import diagnose_environment
 from ckptfix.training.resume_proofs.causes import CAUSES
@@ -50,6 +51,16 @@ _HOW = {Action.FIX: "repaired by default", Action.TELL: "never repaired"}
 
 UNFILED: dict[str, Finding] = {
     "interrupted-repair": InterruptedRepair(path=PurePosixPath(".ckptfix"), transaction=1),
+    "stale-save": StaleSave(
+        path=PurePosixPath("model.safetensors"),
+        save="checkpoint-90",
+        state="weights",
+        counter="step in optimizer.pt",
+        begin=90,
+        end=110,
+        rate=5e-5,
+        sampled=True,
+    ),
     "staging-folder": StagingFolder(
         path=PurePosixPath(".ckptfix/.ckptfix-saving+node7+4711+0123456789abcdef+checkpoint"),
         is_running=False,

@@ -38,7 +38,10 @@ def url() -> str:
 def runs(tmp_path: Path) -> Path:
     """Two runs of checkpoints: sealed ones, one in another, and one that lacks what its neighbours have."""
     for number in range(1, 5):
-        shutil.copytree(CLEAN, tmp_path / "runs" / "one" / f"checkpoint_{number}")
+        folder = shutil.copytree(CLEAN, tmp_path / "runs" / "one" / f"checkpoint_{number}")
+        weights = bytearray((folder / "model.safetensors").read_bytes())
+        weights[-1] ^= number
+        (folder / "model.safetensors").write_bytes(weights)
     (tmp_path / "runs" / "one" / "checkpoint_3" / "optimizer.bin").unlink()
     for number in (1, 2):
         assert seal(tmp_path / "runs" / "one" / f"checkpoint_{number}").status == 0

@@ -71,6 +71,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     UntrainedAdapter,
 )
 from ckptfix.diagnosis.findings.misplaced import MixedSaves, UnknownState, WrongState
+from ckptfix.diagnosis.findings.stale import StaleSave
 
 CATALOGUE: tuple[type[Finding], ...] = (
     DoubledModel,
@@ -115,6 +116,7 @@ CATALOGUE: tuple[type[Finding], ...] = (
     MissingMoments,
     RoundedSteps,
     MixedSaves,
+    StaleSave,
     CrcMismatch,
     CompressedRecord,
     UncheckedFile,
@@ -186,6 +188,7 @@ __all__ = [
     "ShiftedEntries",
     "StagingFolder",
     "StaleFamily",
+    "StaleSave",
     "StaleShard",
     "StrayShard",
     "SurplusStates",

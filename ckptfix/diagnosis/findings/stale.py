@@ -1,0 +1,74 @@
+"""Findings about saves with the tensors of an earlier save of their run."""
+
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleSave(Finding):
+    """A save with the bytes of an earlier one, though the run went on.
+
+    ``save``: the earlier checkpoint. ``state``: what is equal, in words. ``counter``: what moved, "" for nothing, from
+    ``begin`` to ``end``. ``rate``: the learning rate, None where it is not known. ``sampled``: the first bytes of each
+    tensor were compared.
+    """
+
+    code = "stale-save"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a checkpoint has the weights or the optimizer of the checkpoint before it, though a counter in it moved: the "
+        "save wrote old bytes. A note where no counter moved, as in a copy"
+    )
+
+    save: str
+    state: str
+    counter: str = ""
+    begin: float = 0
+    end: float = 0
+    rate: float | None = None
+    sampled: bool
+
+    def __str__(self) -> str:
+        rate = f" at a learning rate of {self.rate:.3g}" if self.rate is not None else ""
+        return (
+            f"{self.path}: {self.state} of {self.save} (expected new values: {self.counter} went from "
+            f"{self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to find out what the script saves."""
+        return (
+            f"a resume would continue from the older values: resume from a checkpoint before {self.save}, or from "
+            f"{self.save} itself, and look at what the script saves (an asynchronous copy that was not awaited, "
+            "another model object). If nothing was trained between the two saves, ignore this"
+        )
+
+    @property
+    def _compared(self) -> str:
+        return "; the first bytes of each tensor are equal" if self.sampled else "; every byte is equal"
+
+
+class DoubtfulSave(StaleSave):
+    """The same at a learning rate that is not known, or so low that no value need change."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+
+class CopiedSave(StaleSave):
+    """Two checkpoints with equal counters and tensors: one is a copy, or nothing was trained between the two saves."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+    def __str__(self) -> str:
+        return f"{self.path}: copy of {self.save} ({self.state} of it, and no counter moved){self._compared}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to keep one of the two."""
+        return "nothing was trained between the two: one of them is enough"

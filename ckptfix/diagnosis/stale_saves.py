@@ -1,0 +1,245 @@
+"""Saves with the tensors of an earlier one: a save that reports success and writes old bytes, and a plain copy.
+
+Each checkpoint is compared with the one before it. A healthy one differs in the first sample that is read, so that the
+counters of the earlier one are only read where all samples of the weights, or of the optimizers, are equal.
+
+Equal weights can be right. Facts from torch 2.13, accelerate 1.15 and transformers 5.23: a step of the optimizer at
+learning rate 0 changes moments alone. One that fp16 skips changes nothing, moves neither the optimizer's step nor the
+schedule, and halves the scale of the gradients, while the Trainer counts it. SGD without momentum keeps no states. The
+rows of an embedding that no batch uses have moments of zeros, and stay unchanged.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from math import nan
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
+from ckptfix.checkpoint.samples import Piece, are_equal, optimizers_in, samples_of, weights_in
+from ckptfix.checkpoint.trainer_folders import trainer_progress
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.stale import CopiedSave, DoubtfulSave, StaleSave
+from ckptfix.diagnosis.optimizer_kinds import name_of
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
+from ckptfix.diagnosis.schedules import moves_of, numbers_of
+from ckptfix.errors import CkptfixError
+from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
+from ckptfix.storage.reading import open_reader, store_of
+
+_READ = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
+_CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
+"""dtype of a step -> its code for ``struct``."""
+
+_MOST_STATES = 1000
+_HALVES = frozenset(("F16", "BF16"))
+_SCALAR = 8
+"""Bytes of the longest number: longer storages of an optimizer are moments."""
+
+_LEAST_RATE, _LEAST_RATE_OF_HALVES = 1e-8, 1e-6
+"""Learning rates up to which a step may change no value of float32, and of float16 or bfloat16: weights near 0.02 have
+neighbours at distances of 2e-9 and 1e-4, and some are nearer to zero."""
+
+
+def diagnose_stale_saves(
+    folder: CheckpointFolder, sharded: Sequence[DcpFolder], neighbours: Neighbours, *, data: bool
+) -> Iterator[Finding]:
+    """Yield that a checkpoint has the weights or the optimizers of the one before it.
+
+    ``data``: compare every byte where all samples are equal. An earlier checkpoint that cannot be read shows nothing: a
+    run may delete it.
+    """
+    before = neighbours.before()
+    if folder.only is not None or before is None:
+        return
+    with suppress(CkptfixError, OSError):
+        weights, optimizers = weights_in(folder, sharded), optimizers_in(folder, sharded)
+        if not (weights or optimizers):
+            return
+        with before.opened() as root:
+            same_weights, same_optimizers = (
+                bool(pieces) and _are_equal(folder.root, root, pieces, data=data)
+                for pieces in (weights or (), optimizers or ())
+            )
+            if same_weights or same_optimizers:
+                yield from _judged(
+                    folder,
+                    root,
+                    before,
+                    weights or (),
+                    optimizers or (),
+                    same_weights=same_weights,
+                    same_optimizers=same_optimizers,
+                    data=data,
+                )
+
+
+def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool) -> bool:
+    try:
+        return are_equal(root, earlier, samples_of(pieces)) and (not data or are_equal(root, earlier, pieces))
+    except FileNotFoundError:
+        return False
+
+
+def _judged(
+    folder: CheckpointFolder,
+    root: Path,
+    before: Neighbour,
+    weights: Sequence[Piece],
+    optimizers: Sequence[Piece],
+    *,
+    same_weights: bool,
+    same_optimizers: bool,
+    data: bool,
+) -> Iterator[StaleSave]:
+    """Yield the finding about equal weights or optimizers. ``root``: the folder of the earlier checkpoint."""
+    earlier = before.scan(*_READ, root=root)
+    now, then = _progress_of(folder), _progress_of(earlier)
+    is_sampled = not data and store_of(root) is None
+    known = [name for name in now.counters if name in then.counters]
+    moved = next((name for name in known if now.counters[name] > then.counters[name]), "")
+    words = ("weights",) * same_weights + ("state of the optimizer",) * same_optimizers
+    path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
+    if not moved:
+        are_equal_counters = all(now.counters[name] == then.counters[name] for name in known)
+        has_no_optimizer = not any(
+            one.role is Role.OPTIMIZER for one in (*folder.components, *earlier.components)
+        )
+        if same_weights and (same_optimizers or has_no_optimizer) and are_equal_counters:
+            yield CopiedSave(path=path, save=before.name, state=state, sampled=is_sampled)
+        return
+    if moved == _GLOBAL_STEP and now.may_have_skipped_since(then):
+        return
+    if not _has_moments(folder.root, optimizers) and (same_optimizers or not now.is_without_states):
+        return
+    rates = [progress.rate for progress in (then, now) if progress.rate is not None]
+    if 0 in rates:
+        return
+    rate = min(rates) if len(rates) == 2 else None
+    is_sure = rate is not None and (rate > _least_rate(folder) or not same_weights)
+    yield (StaleSave if is_sure else DoubtfulSave)(
+        path=path,
+        save=before.name,
+        state=state,
+        counter=moved,
+        begin=then.counters[moved],
+        end=now.counters[moved],
+        rate=rate,
+        sampled=is_sampled,
+    )
+
+
+_GLOBAL_STEP = f"global_step in {TRAINER_STATE}"
+
+
+class _Progress(NamedTuple):
+    """The progress that a checkpoint records.
+
+    ``counters``: by their names in messages; those that prove a step of the optimizer first. ``rate``: the highest
+    learning rate of a param group with states, None where it is not known. ``scale``: of the gradients in fp16; None in
+    a run without, NaN where it cannot be read. ``is_without_states``: there is no optimizer, or it is SGD without
+    momentum.
+    """
+
+    counters: Mapping[str, float]
+    rate: float | None
+    scale: float | None
+    is_without_states: bool
+
+    def may_have_skipped_since(self, then: "_Progress") -> bool:
+        """Return whether fp16 may have skipped all steps since then. Each skipped step lowers the scale."""
+        return self.scale is not None and not (then.scale is not None and self.scale >= then.scale)
+
+
+def _progress_of(folder: CheckpointFolder) -> _Progress:
+    counters: dict[str, float] = {}
+    last_rates: list[float] = []
+    scale: float | None = None
+    for component in folder.components:
+        content = component.content
+        if not isinstance(content, TorchFile):
+            continue
+        root = content.tree.root
+        if (
+            component.role is Role.OPTIMIZER
+            and (step := _step_in(folder.root, component.path, content)) is not None
+        ):
+            counters[f"step in {component.path}"] = step
+        elif component.role is Role.SCHEDULER:
+            if (moves := moves_of(root)) is not None:
+                counters[f"last_epoch in {component.path}"] = moves
+            last_rates += numbers_of(items_of(child(root, "_last_lr")))
+        elif component.role is Role.GRAD_SCALER and is_dict_like(root):
+            value = child(root, "scale")
+            scale = float(value) if isinstance(value, int | float) else nan
+    step_of_trainer = trainer_progress(folder.root).step
+    if step_of_trainer is not None:
+        counters[_GLOBAL_STEP] = step_of_trainer
+    saved = list(saved_optimizers(folder, ()))
+    rates = [rate for optimizer in saved for rate in _rates_of(optimizer)] or last_rates
+    return _Progress(
+        counters=counters,
+        rate=max(rates, default=None),
+        scale=scale,
+        is_without_states=all(not optimizer.states and _is_plain_sgd(optimizer) for optimizer in saved),
+    )
+
+
+def _step_in(root: Path, path: PurePosixPath, file: TorchFile) -> float | None:
+    """Return the step of the first parameter of an optimizer that has one. torch keeps it in a tensor since 1.12."""
+    tree = file.tree
+    states = child(tree.root, "state") if is_dict_like(tree.root) else None
+    for _, entry in islice(pairs(states), _MOST_STATES):
+        for key, value in pairs(entry) if is_dict_like(entry) else ():
+            if type(key) is not Text or key.value != "step":
+                continue
+            if isinstance(value, int | float):
+                return value
+            tensor = (
+                read_tensor(key, value, storages(tree)) if type(value) is Node and is_tensor(value) else None
+            )
+            code = _CODES.get(tensor.dtype) if tensor is not None else None
+            place = file.storage_ranges.get(tensor.storage_key) if tensor is not None else None
+            if tensor is None or code is None or place is None or tensor.begin is None or tensor.end is None:
+                return None
+            with open_reader(root / path) as reader:
+                data = reader.read(place[0] + tensor.begin, tensor.end - tensor.begin)
+            return float(struct.unpack(code, data)[0]) if len(data) == struct.calcsize(code) else None
+    return None
+
+
+def _rates_of(optimizer: SavedOptimizer) -> Iterator[float]:
+    """Yield the learning rates of the param groups whose parameters have states; of all groups without any states."""
+    for group, values in zip(optimizer.groups, optimizer.values, strict=False):
+        if not optimizer.states or not optimizer.states.keys().isdisjoint(group):
+            yield from numbers_of([values.get("lr")])
+
+
+def _is_plain_sgd(optimizer: SavedOptimizer) -> bool:
+    return name_of(optimizer.options, ()) == "SGD" and not any(map(_has_momentum, optimizer.values))
+
+
+def _has_momentum(values: Mapping[str, object]) -> bool:
+    return values.get("momentum") not in (0, 0.0)
+
+
+def _has_moments(root: Path, optimizers: Sequence[Piece]) -> bool:
+    """Return whether a sample of a moment is not all zeros: without that, no sampled value was trained."""
+    for piece in samples_of(optimizers):
+        if piece.length > _SCALAR:
+            with open_reader(root / piece.path) as reader:
+                if any(reader.read(piece.offset, piece.length)):
+                    return True
+    return False
+
+
+def _least_rate(folder: CheckpointFolder) -> float:
+    dtypes = {tensor.dtype for one in folder.components if one.role in NOT_STATES for tensor in one.tensors}
+    return _LEAST_RATE if dtypes and dtypes.isdisjoint(_HALVES) else _LEAST_RATE_OF_HALVES

@@ -1,0 +1,281 @@
+"""A save with the bytes of the one before it: told where a counter moved, and never in a healthy run.
+
+The runs are real ones of the Trainer and of accelerate. A test damages a run by copying files of an earlier save over
+those of a later one, as a save does that reports success and writes an old buffer.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptfix
+from ckptfix import check
+from ckptfix.cli import run
+from ckptfix.diagnosis.findings.base import Severity
+from tests.diagnosis.test_trainer_states import trainer_in
+from tests.stores.servers import bucket, ministack, ministack_process, upload_folder
+
+__all__ = ["bucket", "ministack", "ministack_process"]
+
+Told = list[tuple[str, str]]
+"""Severity and sentence of each finding."""
+
+
+def told(folder: Path, **options: Any) -> Told:
+    return [
+        (finding.severity.value, str(finding))
+        for finding in check(folder, siblings=folder.parent.iterdir(), **options).all_findings
+        if finding.code == "stale-save"
+    ]
+
+
+def runs(output: Path, **options: Any) -> Path:
+    """Train four steps, and save after each."""
+    trainer = trainer_in(output, **options)
+    trainer.args.save_steps = 1
+    trainer.train()
+    return output
+
+
+@pytest.fixture(scope="module")
+def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs(tmp_path_factory.mktemp("run"), lr_scheduler_type="constant", learning_rate=1e-3)
+
+
+@pytest.fixture
+def run_of_trainer(constant: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(constant, tmp_path / "run"))
+
+
+def copied(run_folder: Path, *names: str, source: int = 2, target: int = 3) -> Path:
+    """Copy files of one save over those of a later one."""
+    for name in names:
+        shutil.copy(run_folder / f"checkpoint-{source}" / name, run_folder / f"checkpoint-{target}")
+    return run_folder / f"checkpoint-{target}"
+
+
+WEIGHTS, OPTIMIZER, SCHEDULER = "model.safetensors", "optimizer.pt", "scheduler.pt"
+SAMPLED = "; the first bytes of each tensor are equal"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((), []),
+        (
+            (WEIGHTS,),
+            [
+                f"{WEIGHTS}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} went from 2 to 3 at a "
+                "learning rate of 0.001)"
+            ],
+        ),
+        (
+            (OPTIMIZER,),
+            [
+                f"{OPTIMIZER}: state of the optimizer of checkpoint-2 (expected new values: last_epoch in {SCHEDULER} "
+                "went from 2 to 3 at a learning rate of 0.001)"
+            ],
+        ),
+        (
+            (WEIGHTS, OPTIMIZER, SCHEDULER),
+            [
+                f"{WEIGHTS}: weights and state of the optimizer of checkpoint-2 (expected new values: global_step in "
+                "trainer_state.json went from 2 to 3 at a learning rate of 0.001)"
+            ],
+        ),
+    ],
+)
+def test_old_bytes_are_a_warning(run_of_trainer: Path, names: tuple[str, ...], expected: list[str]) -> None:
+    folder = copied(run_of_trainer, *names)
+    assert told(folder) == [("warning", words + SAMPLED) for words in expected]
+    assert told(folder, data=True) == [("warning", words + "; every byte is equal") for words in expected]
+    assert [told(run_of_trainer / f"checkpoint-{number}") for number in (1, 2, 4)] == [[], [], []]
+    assert run(["check", "-r", str(run_of_trainer)]) == bool(expected)
+
+
+def test_bytes_behind_the_samples_are_compared_with_data(tmp_path: Path) -> None:
+    for number in (1, 2):
+        folder = tmp_path / f"step_{number}"
+        folder.mkdir()
+        save_file({"w": torch.cat([torch.ones(4000), torch.full((9,), float(number))])}, folder / WEIGHTS)
+    assert [severity for severity, _ in told(folder)] == ["note"]
+    assert told(folder, data=True) == []
+
+
+def of_learning_rate_0(output: Path) -> Path:
+    return runs(output, learning_rate=0.0)
+
+
+def with_warm_up(output: Path) -> Path:
+    return runs(output, warmup_steps=2, learning_rate=1e-3)
+
+
+def until_rate_0(output: Path) -> Path:
+    return runs(output, lr_scheduler_type="linear", learning_rate=1e-3)
+
+
+def of_sgd(output: Path) -> Path:
+    return runs(output, optim="sgd", learning_rate=1e-2)
+
+
+def of_weights_alone(output: Path) -> Path:
+    return runs(output, save_only_model=True)
+
+
+def of_an_adapter(output: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    trainer = trainer_in(output, learning_rate=1e-3)
+    model = get_peft_model(trainer.model, LoraConfig(target_modules=["query"], r=2))
+    again = type(trainer)(model, trainer.args, train_dataset=trainer.train_dataset)
+    again.args.save_steps = 1
+    again.train()
+    return output
+
+
+def of_a_head(output: Path) -> Path:
+    """Train the head of a frozen model, which the file of the weights holds, too."""
+    trainer = trainer_in(output, learning_rate=1e-3)
+    for parameter in trainer.model.bert.parameters():
+        parameter.requires_grad_(False)
+    trainer.args.save_steps = 1
+    trainer.train()
+    return output
+
+
+def with_copies(output: Path) -> Path:
+    """Copy checkpoints as people do: the best one, the last one, and a backup."""
+    runs(output, learning_rate=1e-3)
+    for name in ("checkpoint-best", "checkpoint-last", "checkpoint-4-backup", "checkpoint-3.bak", "best"):
+        shutil.copytree(output / "checkpoint-3", output / name)
+    return output
+
+
+def with_skipped_steps(output: Path) -> Path:
+    """Save as the Trainer does in fp16, whose scale of the gradients is too large for two of four steps."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for number in range(1, 5):
+        loss = model(torch.ones(2, 3)).sum() * (float("inf") if number in (2, 3) else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            schedule.step()
+        folder = output / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        save_file(model.state_dict(), folder / WEIGHTS)
+        torch.save(optimizer.state_dict(), folder / OPTIMIZER)
+        torch.save(schedule.state_dict(), folder / SCHEDULER)
+        torch.save(scaler.state_dict(), folder / "scaler.pt")
+        torch.save(torch.get_rng_state(), folder / "rng_state.pth")
+        state = {"global_step": number, "train_batch_size": 2, "stateful_callbacks": {"TrainerControl": {}}}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert (output / "checkpoint-2" / WEIGHTS).read_bytes() == (
+        output / "checkpoint-3" / WEIGHTS
+    ).read_bytes()
+    return output
+
+
+def of_rows_at_the_end(output: Path) -> Path:
+    """Train the last rows of an embedding, as for new tokens: its first ones stay unchanged."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Embedding(2000, 8)
+    model, optimizer = accelerator.prepare(made, torch.optim.Adam(made.parameters(), lr=1e-2))
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.tensor([1999, 1998])).sum())
+        optimizer.step()
+        accelerator.save_state(str(output / f"checkpoint_{number}"))
+    return output
+
+
+HEALTHY = [
+    of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter, of_a_head, with_copies,
+    with_skipped_steps, of_rows_at_the_end,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("train", HEALTHY, ids=lambda train: train.__name__)
+def test_healthy_runs_are_clean(train: Callable[[Path], Path], tmp_path: Path) -> None:
+    output = train(tmp_path / "run")
+    folders = sorted(path for path in output.iterdir() if path.is_dir() and "heckpoint" in path.name)
+    assert len(folders) >= 3
+    assert {folder.name: told(folder) for folder in folders} == {folder.name: [] for folder in folders}
+
+
+def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(made, torch.optim.Adam(made.parameters()))
+    for number in (1, 2, 3):
+        if number < 3:
+            accelerator.backward(model(torch.ones(1, 3)).sum())
+            optimizer.step()
+        accelerator.save_state(str(tmp_path / f"checkpoint_{number}"))
+    assert told(tmp_path / "checkpoint_2") == []
+    assert told(tmp_path / "checkpoint_3") == [
+        (
+            "note",
+            f"{WEIGHTS}: copy of checkpoint_2 (weights and state of the optimizer of it, and no counter moved)"
+            + SAMPLED,
+        )
+    ]
+    assert run(["check", "-r", str(tmp_path)]) == 0
+
+
+def test_weights_without_a_learning_rate_are_a_note(tmp_path: Path) -> None:
+    output = of_weights_alone(tmp_path / "run")
+    folder = copied(output, WEIGHTS)
+    assert [severity for severity, _ in told(folder)] == ["note"]
+
+
+def test_another_format_or_a_missing_file_shows_nothing(run_of_trainer: Path) -> None:
+    folder = copied(run_of_trainer, WEIGHTS)
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    assert told(folder) == []
+    (folder / "pytorch_model.bin").unlink()
+    (run_of_trainer / "checkpoint-2" / WEIGHTS).unlink()
+    assert told(folder) == []
+
+
+def test_the_finding_has_json_and_advice(run_of_trainer: Path) -> None:
+    folder = copied(run_of_trainer, WEIGHTS)
+    assert "stale-save" not in [one.code for one in check(folder).findings]
+    findings = check(folder, siblings=[run_of_trainer / "checkpoint-2"]).findings
+    (finding,) = (one for one in findings if one.code == "stale-save")
+    document = json.loads(json.dumps(finding.as_json(str(folder))))
+    assert (document["save"], document["begin"], document["end"]) == ("checkpoint-2", 2, 3)
+    assert finding.severity is Severity.WARNING
+    assert "resume from" in finding.advice
+    assert ckptfix.latest_checkpoint(run_of_trainer) == run_of_trainer / "checkpoint-4"
+
+
+def test_a_store_is_compared_by_the_checksums_of_its_listing(run_of_trainer: Path, bucket: str) -> None:
+    copied(run_of_trainer, WEIGHTS)
+    upload_folder(run_of_trainer, f"{bucket}/run")
+    urls = [f"{bucket}/run/checkpoint-{number}" for number in (2, 3, 4)]
+    reports = [check(url, siblings=urls) for url in urls]
+    assert [
+        [one.severity.value for one in each.findings if one.code == "stale-save"] for each in reports
+    ] == [
+        [],
+        ["warning"],
+        [],
+    ]
+    assert run(["check", "-r", f"{bucket}/run"]) == 1
