@@ -72,7 +72,7 @@ def judge(path: Path, number: int, problem_of: Callable[[Path], str | None] | No
     ``problem_of``: returns the problem of a folder; by default ``incomplete``.
     """
     with made(str(path)) as place:
-        problem, time = (problem_of or incomplete)(Path(place)), _time_of(Path(place))
+        problem, time = (problem_of or incomplete)(Path(place)), time_of(Path(place))
     return Candidate(path=path, number=number, problem=problem, time=time)
 
 
@@ -99,7 +99,8 @@ def numbered(folder: Path, patterns: Collection[str] = FAMILIES) -> dict[str, tu
     }
 
 
-def _time_of(checkpoint: Path) -> float | None:
+def time_of(checkpoint: Path) -> float | None:
+    """Return when the save of a checkpoint ended, None where the file that shows it is missing."""
     for name in _LAST_WRITTEN:
         with suppress(OSError):
             return (checkpoint / name).stat().st_mtime

@@ -12,7 +12,7 @@ from typing import ClassVar
 import click
 
 from ckptfix.checkpoint.filenames import family_of
-from ckptfix.checkpoint.latest import Candidate, judge, numbered, taken_instead
+from ckptfix.checkpoint.latest import Candidate, judge, numbered, taken_instead, time_of
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
@@ -21,6 +21,7 @@ from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.other_runs import DAY, days_between
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
@@ -136,11 +137,14 @@ def _check_all(
     )
     if recursive:
         answers = runs.answers() if teams.leads() else []
-        taken = [one.taken_instead for one in answers if one.taken_instead]
-        report.show(line(f"{words}; next: move it out of the folder", colour="yellow") for words in taken)
+        warnings = [
+            f"{one.taken_instead}; next: move it out of the folder" for one in answers if one.taken_instead
+        ]
+        warnings += [one.other_run for one in answers if one.other_run]
+        report.show(line(words, colour="yellow") for words in warnings)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
-        return report.finish(summary, batch.status or int(bool(taken)))
+        return report.finish(summary, batch.status or int(bool(warnings)))
     return report.finish(summary, batch.status)
 
 
@@ -151,10 +155,11 @@ class Resume(Serialized):
     ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in which check found
     no problem, where that is another one. ``passed_over``: incomplete ones that are newer. ``taken_instead``: another
     entry of the folder that stock ``load_state()`` takes, or for which it fails, in words. ``unexplained``: the
-    incomplete ones in which check found nothing, each with what it lacks.
+    incomplete ones in which check found nothing, each with what it lacks. ``other_run``: what shows that the highest
+    number is of an older run, in words.
     """
 
-    json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead?"
+    json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead? other_run?"
 
     run: Path
     checkpoint: Path | None
@@ -163,6 +168,7 @@ class Resume(Serialized):
     passed_over: tuple[str, ...] = ()
     taken_instead: str = ""
     unexplained: tuple[str, ...] = ()
+    other_run: str = ""
 
     @property
     def text(self) -> str:
@@ -188,6 +194,7 @@ class Runs:
         self._unclean: dict[Path, set[str]] = {}
         self._newest: dict[Path, frozenset[Path]] = {}
         self._known: dict[Path, Candidate] = {}
+        self._saved_last: dict[tuple[Path, str], tuple[float, int, str]] = {}
         self._lock = Lock()
 
     def begin(self, path: Path) -> None:
@@ -203,9 +210,13 @@ class Runs:
         There the newest one is looked at now: what was read of it is in memory still, and costs no second request.
         """
         run, family = path.parent, family_of(path.name)
+        time = time_of(place)
         with self._lock:
             if run not in self._unclean or family is None:
                 return
+            if time is not None:
+                key, saved = (run, family[0]), (time, family[1], path.name)
+                self._saved_last[key] = max(saved, self._saved_last.get(key, saved))
             if not status:
                 self._unclean[run].discard(path.name)
             if place == path:
@@ -249,8 +260,14 @@ class Runs:
         if choice.best is None:
             problem = "; ".join(f"{one.path.name}: {one.problem}" for one in choice.passed_over[:3])
             problem += f"; and {len(passed_over) - 3} more" if len(passed_over) > 3 else ""
+            names = series([one.path.name for one in choice.rivals])
+            if choice.proof:
+                problem = f"{names} are complete, and of two runs"
+                words = f"{run}: {names} are of two runs ({choice.proof}); next: move the older run out of the folder"
+                return Resume(
+                    run=run, checkpoint=None, problem=problem, passed_over=passed_over, other_run=words
+                )
             if choice.rivals:
-                names = series([one.path.name for one in choice.rivals])
                 problem = f"{names} are complete, and their times do not say which is newer"
             return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
         best, problem = choice.best.path, ""
@@ -268,8 +285,19 @@ class Runs:
         )
         return Resume(
             run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
-            unexplained=unexplained[:3],
+            unexplained=unexplained[:3], other_run=self._saved_later(run, choice.best),
         )  # fmt: skip
+
+    def _saved_later(self, run: Path, best: Candidate) -> str:
+        """Return in words that a lower number was saved days after the highest one, "" where none was."""
+        family = family_of(best.path.name)
+        saved = self._saved_last.get((run, family[0])) if family is not None else None
+        if saved is None or best.time is None or saved[1] >= best.number or saved[0] - best.time <= DAY:
+            return ""
+        return (
+            f"{run}: {saved[2]} was saved {days_between(best.time, saved[0])} after {best.path.name}, which may be of "
+            "an older run; next: move the older run out of the folder, or ignore this if the files were copied"
+        )
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

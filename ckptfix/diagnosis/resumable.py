@@ -21,6 +21,7 @@ from ckptfix.checkpoint.latest import (
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
+from ckptfix.diagnosis.other_runs import other_run
 from ckptfix.storage.atomic import read_file
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
@@ -41,16 +42,18 @@ def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or no time decides.
+    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or nothing decides.
 
     ``passed_over``: the incomplete ones that are newer, and those of families without a complete one. ``rivals``: the
     newest complete one of each family where there are several: their numbers cannot be compared, so the time of the
-    save decides.
+    save decides. ``proof``: what shows that the two ``rivals`` of one family are of two runs, so that the higher number
+    need not be the newer one.
     """
 
     best: Candidate | None
     passed_over: tuple[Candidate, ...] = ()
     rivals: tuple[Candidate, ...] = ()
+    proof: str = ""
 
 
 def choose(
@@ -65,7 +68,8 @@ def choose(
     """
     look = look or partial(examine, siblings=Siblings())
     families: list[tuple[list[Candidate], Candidate | None]] = []
-    for family in numbered(folder, patterns).values():
+    every_family = numbered(folder, patterns)
+    for family in every_family.values():
         broken: list[Candidate] = []
         complete: Candidate | None = None
         for number, path in family:
@@ -84,6 +88,12 @@ def choose(
     is_certain = len(newest) == 1 or (None not in times and times.count(best.time) == 1)
     passed_over = [one for broken, complete in families if complete is best for one in broken]
     passed_over += [broken[0] for broken, complete in families if complete is None]
+    if is_certain:
+        (of_best,) = (family for family in every_family.values() if (best.number, best.path) in family)
+        lower = [numbered_folder for numbered_folder in of_best if numbered_folder[0] < best.number]
+        if (other := other_run(best, lower, look)) is not None:
+            rivals = (best, other.candidate)
+            return Choice(best=None, passed_over=tuple(passed_over), rivals=rivals, proof=other.proof)
     return Choice(
         best=best if is_certain else None,
         passed_over=tuple(passed_over),

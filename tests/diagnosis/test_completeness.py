@@ -1,6 +1,7 @@
 """Files that a save leaves and that are gone: by the ranks, the manifest, and the other checkpoints of the run."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,8 +19,22 @@ from tests.tensors import dcp_making
 FIXTURES = Path("fixtures/accelerate-1.15.0")
 
 
+def give_own_values(root: Path) -> None:
+    """Give a numbered save weights and moments that no other save of its run has."""
+    number = re.search("[0-9]+$", root.name)
+    if number and (root / "model.safetensors").exists():
+        content = bytearray((root / "model.safetensors").read_bytes())
+        content[-1] ^= int(number[0]) % 256
+        (root / "model.safetensors").write_bytes(content)
+    if number and (root / "optimizer.pt").exists():
+        optimizer = torch.load(root / "optimizer.pt")
+        optimizer["state"][0]["exp_avg"] += int(number[0])
+        torch.save(optimizer, root / "optimizer.pt")
+
+
 def make(root: Path, source: str = "clean-safetensors", without: Iterable[str] = ()) -> Path:
     shutil.copytree(FIXTURES / source / "checkpoint", root)
+    give_own_values(root)
     for name in without:
         (root / name).unlink()
     return root
@@ -267,6 +282,7 @@ def make_of_trainer(root: Path, without: Iterable[str] = ()) -> Path:
         (root / f"rng_state_{rank}.pth").write_bytes(TRAINER_RANDOM_STATES)
     shutil.copy(clean / "scheduler.bin", root / "training_args.bin")
     (root / "trainer_state.json").write_text('{"global_step": 4}')
+    give_own_values(root)
     for name in without:
         (root / name).unlink()
     return root

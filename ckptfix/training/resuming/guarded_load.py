@@ -202,7 +202,8 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
     the one is taken whose save ended last, by the time of ``random_states_0.pkl`` or ``trainer_state.json``.
 
     Warns of every newer one that is passed over, with the reason, and where the time decided. Raises UsageError when
-    none is complete, or when not even the times say which is newer.
+    none is complete, when not even the times say which is newer, or when ``trainer_state.json`` proves that the highest
+    number is of another run than lower ones.
     """
     if pattern is not None and (pattern.count("{}") != 1 or "/" in pattern):
         raise UsageError(
@@ -239,6 +240,15 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
         said = "; ".join(f"{one.path.name}: {one.problem}" for one in broken)
         raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
     best = choice.best
+    if choice.proof:
+        higher, lower = choice.rivals
+        calls = [f"trainer.train(resume_from_checkpoint={str(one.path)!r})" for one in (lower, higher)]
+        raise UsageError(
+            shown(
+                f"{folder}: {lower.path.name} and {higher.path.name} are of two runs ({choice.proof}), so the higher "
+                f"number need not be the newer one; next: {calls[0]} or {calls[1]}"
+            )
+        )
     if best is None:
         names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(
