@@ -21,7 +21,7 @@ from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.diagnosis.other_runs import DAY, days_between
+from ckptfix.diagnosis.other_runs import DAY, History, days_between, history_of
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
@@ -193,6 +193,8 @@ class Runs:
         self._places = frozenset(os.path.abspath(place) for place in places)
         self._unclean: dict[Path, set[str]] = {}
         self._newest: dict[Path, frozenset[Path]] = {}
+        self._compared: dict[Path, frozenset[Path]] = {}
+        self._histories: dict[Path, History | None] = {}
         self._known: dict[Path, Candidate] = {}
         self._saved_last: dict[tuple[Path, str], tuple[float, int, str]] = {}
         self._lock = Lock()
@@ -207,7 +209,8 @@ class Runs:
     def end(self, path: Path, place: Path, status: int) -> None:
         """Take the exit status of a checkpoint. ``place``: the folder that was made of it where a store has it.
 
-        There the newest one is looked at now: what was read of it is in memory still, and costs no second request.
+        There the newest one is looked at now, and the histories that ``other_run`` compares first are read: what was
+        read of these checkpoints is in memory still, and costs no second request.
         """
         run, family = path.parent, family_of(path.name)
         time = time_of(place)
@@ -222,8 +225,14 @@ class Runs:
             if place == path:
                 return
             if run not in self._newest:
-                self._newest[run] = frozenset(folders[0][1] for folders in numbered(run).values())
-            is_newest = path in self._newest[run]
+                families = numbered(run).values()
+                self._newest[run] = frozenset(folders[0][1] for folders in families)
+                self._compared[run] = frozenset(
+                    folders[place][1] for folders in families for place in (0, min(1, len(folders) - 1), -1)
+                )
+            is_newest, is_compared = path in self._newest[run], path in self._compared[run]
+        if is_compared:
+            self._histories[path] = history_of(place)
         if is_newest:
             look = examine if status else judge
             self._known[path] = replace(look(place, family[1]), path=path)
@@ -250,8 +259,11 @@ class Runs:
                 return Candidate(path=path, number=number, problem="check found problems")
             return look(path, number)
 
+        def read(path: Path) -> History | None:
+            return self._histories[path] if path in self._histories else history_of(path)
+
         try:
-            choice = choose(run, look=look)
+            choice = choose(run, look=look, read=read)
         except FAILURES as error:
             return Resume(run=run, checkpoint=None, problem=ending_of(error).message)
         if choice is None:
@@ -274,7 +286,7 @@ class Runs:
         clean: Path | None = None
         if best.name in self._unclean[run]:
             problem = "but check found problems in it (see above)"
-            other = choose(run, look=look_for_clean)
+            other = choose(run, look=look_for_clean, read=read)
             clean = other.best.path if other is not None and other.best is not None else None
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"

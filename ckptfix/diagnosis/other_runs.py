@@ -36,7 +36,7 @@ class OtherRun(NamedTuple):
     proof: str
 
 
-class _History(NamedTuple):
+class History(NamedTuple):
     """What a checkpoint records of its run: step -> its entries, as text, and the values of the first of them."""
 
     entries: Mapping[int, Mapping[str, Mapping[str, Any]]]
@@ -45,19 +45,23 @@ class _History(NamedTuple):
 
 
 def other_run(
-    best: Candidate, lower: Sequence[tuple[int, Path]], look: Callable[[Path, int], Candidate]
+    best: Candidate,
+    lower: Sequence[tuple[int, Path]],
+    look: Callable[[Path, int], Candidate],
+    read: "Callable[[Path], History | None]",
 ) -> OtherRun | None:
     """Return the newest complete checkpoint of another run than ``best``, None where nothing proves two runs.
 
     ``lower``: the numbers below that of ``best``, the highest first. Up to three of them are compared: the highest, the
-    lowest, and the one that was saved last; then as few as it takes to find the highest one of the other run.
+    lowest, and the one that was saved last; then as few as it takes to find the highest one of the other run. ``read``:
+    returns the history of a checkpoint.
     """
-    newer = _history_of(best.path) if lower else None
+    newer = read(best.path) if lower else None
     if newer is None:
         return None
 
     def proof_at(place: int) -> str:
-        history = _history_of(lower[place][1])
+        history = read(lower[place][1])
         return _contradiction(history, newer) if history is not None else ""
 
     places = sorted({0, len(lower) - 1, _saved_last(lower)})
@@ -88,7 +92,7 @@ def _saved_last(lower: Sequence[tuple[int, Path]]) -> int:
     return times.index(max(times))
 
 
-def _history_of(checkpoint: Path) -> _History | None:
+def history_of(checkpoint: Path) -> History | None:
     """Return the history of a checkpoint of the Trainer, None without one that can be read."""
     state: Any = None
     time = None
@@ -105,10 +109,10 @@ def _history_of(checkpoint: Path) -> _History | None:
         if type(step) is int:
             entries.setdefault(step, {})[json.dumps(entry, sort_keys=True)] = entry
     max_steps = state.get("max_steps")
-    return _History(entries, max_steps if type(max_steps) is int else None, time)
+    return History(entries, max_steps if type(max_steps) is int else None, time)
 
 
-def _contradiction(lower: _History, higher: _History) -> str:
+def _contradiction(lower: History, higher: History) -> str:
     """Return what proves that two checkpoints are of two runs, "" where nothing does."""
     first, last = min(higher.entries, default=0), max(higher.entries, default=-1)
     limits = ""

@@ -21,7 +21,7 @@ from ckptfix.checkpoint.latest import (
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
-from ckptfix.diagnosis.other_runs import other_run
+from ckptfix.diagnosis.other_runs import History, history_of, other_run
 from ckptfix.storage.atomic import read_file
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
@@ -60,11 +60,12 @@ def choose(
     folder: Path,
     patterns: Collection[str] = FAMILIES,
     look: Callable[[Path, int], Candidate] | None = None,
+    read: Callable[[Path], History | None] = history_of,
 ) -> Choice | None:
     """Return the newest complete checkpoint of a folder, None where no folder in it is named as a checkpoint is.
 
     ``look``: returns one with its problem, by default ``examine``. It is called for as few as it takes, as a run may
-    have 100,000: newest first, until one is complete. Raises OSError.
+    have 100,000: newest first, until one is complete. ``read``: returns the history of one. Raises OSError.
     """
     look = look or partial(examine, siblings=Siblings())
     families: list[tuple[list[Candidate], Candidate | None]] = []
@@ -91,7 +92,7 @@ def choose(
     if is_certain:
         (of_best,) = (family for family in every_family.values() if (best.number, best.path) in family)
         lower = [numbered_folder for numbered_folder in of_best if numbered_folder[0] < best.number]
-        if (other := other_run(best, lower, look)) is not None:
+        if (other := other_run(best, lower, look, read)) is not None:
             rivals = (best, other.candidate)
             return Choice(best=None, passed_over=tuple(passed_over), rivals=rivals, proof=other.proof)
     return Choice(
