@@ -82,6 +82,18 @@ def test_other_ways_give_the_same_checkpoint(tmp_path: Path, golden: Path, how: 
     assert described(target) == described(folder)
 
 
+@pytest.mark.parametrize("golden", sorted((FIXTURES / "golden-verbs").iterdir()), ids=lambda path: path.name)
+def test_what_verbs_other_than_check_find(
+    golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case: dict[str, Any] = json.loads((golden / "case.json").read_text())
+    monkeypatch.chdir(golden)
+    assert run([*case["command"], "checkpoint"]) == case["status"]
+    assert case["words"] in capsys.readouterr().out
+    assert run([*case["command"], "twin"]) == case["status_of_twin"]
+    assert case["words"] not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("real", HEALTHY, ids=lambda path: f"{path.parent.name[11:]}-{path.name}")
 def test_a_healthy_folder_has_no_error_and_no_warning(real: Path) -> None:
     report = check(real / "checkpoint", data=True)

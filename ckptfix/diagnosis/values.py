@@ -143,6 +143,8 @@ _COPY = "copy the file again from where it came, or resume from an older checkpo
 ADVICE = {
     "nonfinite": "resume from a checkpoint from before the values were lost; where the source of a copy has no NaN or "
     "Inf, copy the file again",
+    "large-values": f"{_COPY}; where the source has these numbers, too, they were saved before they were copied from a "
+    "device, or the training diverged",
     "zero-pages": _COPY,
     "all-zero": f"{_COPY}; where the script builds these weights as zeros, ignore this",
     "empty-tensor": "save again with accelerator.save_state, which gathers the values of all ranks",
@@ -295,6 +297,16 @@ def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[
     if scan.is_zero or _is_mask(tensor.fqn):
         return
     may_be_zero = not _must_not_be_zero(tensor)
+    # A constant stands for minus infinity in some models. Vectors may be physical quantities of a normalization.
+    if (
+        scan.largest != scan.least_large
+        and not may_be_zero
+        and prod(tensor.shape) > max(tensor.shape, default=1)
+    ):
+        words = (
+            f"holds {count_of(scan.large, 'number')} of 1e20 or more, whose squares are infinite in float32"
+        )
+        yield "large-values", Severity.WARNING, words
     found = {run: kind for run in scan.zero_runs or () if (kind := _lost(tensor, run, files, may_be_zero))}
     for kind in _Lost:
         runs = [run for run, of in found.items() if of is kind]

@@ -156,7 +156,9 @@ def hash_all(
     return [_unpacked(one, job) for one, job in zip(packed, jobs, strict=True)]
 
 
-_FACTS = ("nan", "inf", "first_nan", "first_inf", "is_zero", "zero_pages")
+_FACTS = (
+    "nan", "inf", "first_nan", "first_inf", "large", "largest", "least_large", "is_zero", "zero_pages",
+)  # fmt: skip
 """The fields of a scan that are numbers."""
 
 

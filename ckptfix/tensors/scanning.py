@@ -87,22 +87,23 @@ class PageSearch:
 class _Bits(NamedTuple):
     """The bits of a dtype: bytes of a number, Inf (one more than the largest finite), and the numbers of a value.
 
-    ``has_inf`` off: the pattern ``inf`` is NaN.
+    ``has_inf`` off: the pattern ``inf`` is NaN. ``large``: the first number above 1e20, 0 in a dtype without such.
     """
 
     width: int
     inf: int
     parts: int = 1
     has_inf: bool = True
+    large: int = 0
 
 
 _IEEE = {
     "F16": _Bits(2, 0x7C00),
-    "BF16": _Bits(2, 0x7F80),
-    "F32": _Bits(4, 0x7F800000),
-    "F64": _Bits(8, 0x7FF << 52),
-    "C64": _Bits(4, 0x7F800000, 2),
-    "C128": _Bits(8, 0x7FF << 52, 2),
+    "BF16": _Bits(2, 0x7F80, large=0x60AE),
+    "F32": _Bits(4, 0x7F800000, large=0x60AD78EC),
+    "F64": _Bits(8, 0x7FF << 52, large=0x4415AF1D78B58C40),
+    "C64": _Bits(4, 0x7F800000, 2, large=0x60AD78EC),
+    "C128": _Bits(8, 0x7FF << 52, 2, large=0x4415AF1D78B58C40),
     "F8_E5M2": _Bits(1, 0x7C),
     "F8_E4M3": _Bits(1, 0x7F, has_inf=False),
 }
@@ -117,6 +118,7 @@ FLOATS = frozenset((*_IEEE, *_ONE_NAN))
 class Scan:
     """The values of a tensor in brief. Indexes count elements in row-major order, None when there is no such value.
 
+    ``large``: the number of finite ones from 1e20 on, ``largest`` and ``least_large``: the extremes of their patterns.
     ``is_zero``: every value is 0 or -0. ``zero_pages``: number of 4 KiB pages of its files that lie inside
     one of its pieces and are all zeros; ``zero_runs``: the first 1000 runs of them. Both are None where they
     cannot be counted.
@@ -126,6 +128,9 @@ class Scan:
     inf: int = 0
     first_nan: int | None = None
     first_inf: int | None = None
+    large: int = 0
+    largest: int = 0
+    least_large: int = 0
     is_zero: bool = True
     zero_pages: int | None = None
     zero_runs: tuple[ZeroRun, ...] | None = None
@@ -160,17 +165,30 @@ class Scanner:
         return self._scan
 
     def _ieee(self, data: Any) -> None:
-        width, inf, parts, has_inf = self._bits
+        width, inf, parts, has_inf, large = self._bits
         sign = 1 << (8 * width - 1)
         signed, unsigned = data.view(f"<i{width}"), data.view(f"<u{width}")
         high, top = int(signed.max()), int(unsigned.max())
         if high > 0 or top > sign:
             self._scan.is_zero = False
-        if high < inf and top < inf | sign:
+        odd = large or inf
+        if high < odd and top < odd | sign:
             return
         magnitude = unsigned & (sign - 1)
+        if large:
+            self._count_large(magnitude[(magnitude >= large) & (magnitude < inf)])
+        if high < inf and top < inf | sign:
+            return
         wrong = magnitude == inf
         self._count(magnitude > inf if has_inf else wrong, wrong if has_inf else None, width * parts, parts)
+
+    def _count_large(self, patterns: Any) -> None:
+        scan = self._scan
+        if len(patterns):
+            least = int(patterns.min())
+            scan.least_large = min(scan.least_large, least) if scan.large else least
+            scan.largest = max(scan.largest, int(patterns.max()))
+            scan.large += len(patterns)
 
     def _one_nan(self, data: Any) -> None:
         if not self._has_zero or data.any():

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.filenames import Role, parse_deepspeed_folder_name, parse_file_name
+from ckptfix.checkpoint.model_configs import is_pretrained
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -336,6 +337,7 @@ def diff(
         tolerance=tolerance,
         one_sided=tuple(_one_sided(*sides)),
         crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
+        are_pretrained=left.root != right.root and is_pretrained(left.root) and is_pretrained(right.root),
         is_partial=not is_complete or any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
             *not_paired,

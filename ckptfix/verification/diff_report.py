@@ -191,7 +191,8 @@ class DiffReport(Printable, Serialized):
 
     ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words, "" when none do.
     ``one_sided``: states of a run that one of two folders of ``save_state`` lacks, in words. ``not_compared``: in
-    words. ``is_partial``: whether values of the models are among that, or an optimizer that both sides have.
+    words. ``are_pretrained``: two folders of ``save_pretrained``. ``is_partial``: whether values of the models are
+    among that, or an optimizer that both sides have.
     """
 
     json_keys: ClassVar = (
@@ -207,6 +208,7 @@ class DiffReport(Printable, Serialized):
     optimizers: tuple[OptimizerDiff, ...] = ()
     crossed: str = ""
     one_sided: tuple[str, ...] = ()
+    are_pretrained: bool = False
     is_partial: bool = False
 
     def tensors(self) -> Iterator[TensorDiff]:
@@ -263,7 +265,19 @@ class DiffReport(Printable, Serialized):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what must be known to read the figures, in words."""
-        if any(one.tally is not None and one.dtype_a != one.dtype_b for one in self.tensors()):
+        tensors = list(self.tensors())
+        # merge_and_unload() and save_pretrained() record no base and no adapter.
+        if (
+            self.are_pretrained
+            and tensors
+            and not self.optimizers
+            and all(tensor.outcome is Outcome.EQUAL for tensor in tensors)
+        ):
+            return (
+                "both models have the same weights: if one is the other merged with an adapter, or trained further, "
+                "the merge or the training changed nothing",
+            )
+        if any(one.tally is not None and one.dtype_a != one.dtype_b for one in tensors):
             return (
                 "where dtypes differ, values were compared as float64 or complex128, integers exactly (not U64)",
             )

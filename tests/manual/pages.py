@@ -21,6 +21,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import click
 import torch
@@ -120,8 +121,9 @@ def _example(code: str) -> str:
     return _block("text", "\n".join(str(line) for line in finding_lines(findings[:1], "checkpoint")))
 
 
-_LOST: dict[str, dict[str, list[float]]] = {
+_LOST: dict[str, dict[str, list[Any]]] = {
     "nonfinite": {"fc.weight": [1.0] * 9 + [math.nan]},
+    "large-values": {"fc.weight": [[0.0, 1e30], [-3e27, 0.0]]},
     "zero-pages": {"fc.weight": [1.0] * 5000},
     "all-zero": {f"layers.{number}.fc.weight": [float(number != 2)] * 8 for number in range(4)},
     "empty-tensor": {"q_proj.lora_A.weight": []},

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
@@ -19,6 +20,7 @@ from ckptfix.verification import diff as reading
 from ckptfix.verification.diff_report import DiffReport, Outcome, TensorDiff, rows
 from ckptfix.verification.matching import match_names
 from tests.repairs.builders import write_safetensors
+from tests.tiny_adapters import llama
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 
@@ -96,6 +98,31 @@ def test_every_outcome(tmp_path: Path) -> None:
     assert document["summary"]["shape differs"] == 1
     entry = next(one for one in document["models"][0]["tensors"] if one["name"] == "int")
     assert (entry["a"]["shape"], entry["b"]["shape"]) == ([9], [3, 3])
+
+
+CHANGED_NOTHING = (
+    "both models have the same weights: if one is the other merged with an adapter, or trained further, the merge or "
+    "the training changed nothing",
+)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_merge_that_changed_nothing(tmp_path: Path, is_trained: bool) -> None:
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and is_trained:
+            torch.nn.init.normal_(parameter)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    report = diff(tmp_path / "base", tmp_path / "merged")
+    assert report.status == is_trained
+    assert report.notes == (() if is_trained else CHANGED_NOTHING)
+    # Two files, and two folders of a run, may be copies on purpose.
+    for name in ("base", "merged"):
+        (tmp_path / name / "config.json").unlink()
+    assert diff(tmp_path / "base", tmp_path / "merged").notes == ()
 
 
 def test_a_difference_within_the_tolerance_is_equal_and_said(tmp_path: Path) -> None:

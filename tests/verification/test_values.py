@@ -78,6 +78,42 @@ def test_infinity_in_a_mask_is_only_noted(tmp_path: Path) -> None:
     assert found["attn.causal_mask"][0] == "nonfinite"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_zeros_next_to_different_huge_numbers_are_values_that_never_arrived(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    lost = torch.zeros(300, 50).to(dtype)
+    lost[7, 7], lost[9, 9] = 1e30, -3e20
+    good = torch.full((300, 50), 9e19).to(dtype)
+    assert values(tmp_path, {"lost.weight": lost, "good.weight": good}, kind) == {
+        "lost.weight": (
+            "large-values",
+            f"'lost.weight' ({verify_name(dtype)} [300, 50]) holds 2 numbers of 1e20 or more, whose squares are "
+            "infinite in float32",
+        )
+    }
+
+
+def verify_name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}.get(dtype, "C64")
+
+
+def test_huge_numbers_that_healthy_models_have(tmp_path: Path) -> None:
+    least = torch.finfo(torch.float32).min
+    rows = torch.eye(4)
+    state = {
+        "attn.causal_mask": torch.full((4, 4), least).triu(1) + 1e25 * rows,
+        "attn.bias": torch.full((4, 4), least).triu(1) - 1e30 * rows,
+        "crf.transitions": torch.full((4, 4), -1e30).tril() + rows.triu(1),
+        "normalize.density": torch.tensor([1e25, 3e24, 0.0]),
+        "normalize.std": torch.tensor([1e25, 3e24, 1.0]).reshape(1, 3, 1, 1),
+        "ids.weight": torch.full((4, 4), 1 << 62),
+        "half.weight": torch.full((4, 4), 60000.0).half(),
+    }
+    assert values(tmp_path, state) == {}
+
+
 def test_a_lora_that_was_never_trained(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.q_proj.lora_{part}.weight" for layer in range(3) for part in "AB"]
     state = {name: torch.zeros(4, 8) if "_B" in name else torch.randn(4, 8) for name in names}
