@@ -337,7 +337,7 @@ def diagnose(
         findings=tuple(findings),
         not_checked=(
             *(unchecked_parts(groups, folder.processes) if folder.only is None else ()),
-            *_not_checked(folder, sharded, deepspeed, findings, looked_at, data=data),
+            *_not_checked(folder, sharded, deepspeed, findings, looked_at, of_loads.compared, data=data),
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
             *of_optimizers.unchecked,
@@ -415,6 +415,7 @@ def _not_checked(
     deepspeed: Sequence[DeepSpeedState],
     findings: list[Finding],
     looked_at: Collection[str],
+    compared: Collection[str],
     *,
     data: bool,
 ) -> tuple[str, ...]:
@@ -444,7 +445,9 @@ def _not_checked(
     words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
     if folder.only is None and any(one.role is Role.MODEL for one in folder.components):
         # Names that ``check`` passes: it prints what a config says, and compares none of it.
-        configs = [path.name for path in folder.strays if path.name in looked_at]
+        configs = [
+            path.name for path in folder.strays if path.name in looked_at and path.name not in compared
+        ]
         words += [f"{name} against the weights: its sizes are read and not compared" for name in configs]
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)

@@ -33,7 +33,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     SurplusStates,
     WrapperPrefix,
 )
-from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters
+from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters, UnusedKeys
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
     LeftoverIndex,
@@ -479,7 +479,7 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
     if group.is_left_over:
         return {}
     result: dict[ScopeKey, KeyMap] = {}
-    of_adapter = _adapter_map(draft, group)
+    for_loader = _map_for_loader(draft, group)
     asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # one answer for all shards of a model
     for member in group.members:
         nested = {
@@ -495,28 +495,29 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
             if key_map is None and (finding := nested.get(str(scope))) is not None:
                 key_map = KeyMap(remove=finding.chain, insert=finding.target)
             if key_map is None and not scope.path:
-                key_map = of_adapter
+                key_map = for_loader
             if key_map is not None and any(key_map(fqn) != fqn for fqn in scope.names):
                 result[scope_key(member, scope)] = key_map
     return result
 
 
-def _dead_adapter(draft: Draft, group: ModelFiles) -> DeadAdapter | None:
-    """Return the finding about keys that PEFT does not look for, in all files of an adapter together."""
+def _unused_keys(draft: Draft, group: ModelFiles) -> UnusedKeys | None:
+    """Return the finding about keys that a loader does not look for, in all files of a model together."""
     path = group.index_path or group.members[0].path
-    return next((finding for finding in draft.findings_of(path) if isinstance(finding, DeadAdapter)), None)
+    return next((finding for finding in draft.findings_of(path) if isinstance(finding, UnusedKeys)), None)
 
 
-def _adapter_map(draft: Draft, group: ModelFiles) -> KeyMap | None:
-    """Return the key map of an adapter that PEFT does not find, None where only the user knows it."""
-    finding, policy = _dead_adapter(draft, group), draft.policy
+def _map_for_loader(draft: Draft, group: ModelFiles) -> KeyMap | None:
+    """Return the map to the keys that the loader looks for, None where only the user knows it."""
+    finding, policy = _unused_keys(draft, group), draft.policy
     if finding is None:
         return None
-    if policy.adapter and policy.adapter not in finding.names:
+    is_of_adapter = isinstance(finding, DeadAdapter)
+    if is_of_adapter and policy.adapter and policy.adapter not in finding.names:
         names = f"; it has {list_names(finding.names)}" if finding.names else ""
         draft.stay(finding.code, (finding.path,), f"no key has the adapter's name {policy.adapter!r}{names}")
         return None
-    if not (finding.is_fixable or policy.adapter or finding.code in policy.allow):
+    if not (finding.is_fixable or (is_of_adapter and policy.adapter) or finding.code in policy.allow):
         return None
     if isinstance(finding, SeveralAdapters) and not policy.adapter:
         names = list_names(finding.names)
@@ -623,8 +624,8 @@ def _rewrite(
 
 
 def _code_of(draft: Draft, group: ModelFiles, component: Component) -> str:
-    if _dead_adapter(draft, group) is not None:
-        return DeadAdapter.code
+    if (unused := _unused_keys(draft, group)) is not None:
+        return unused.code
     codes = {finding.code for finding in draft.findings_of(component.path)}
     return NestedPrefix.code if NestedPrefix.code in codes else WrapperPrefix.code
 
@@ -675,10 +676,10 @@ def plan_indexes(draft: Draft, maps: Maps, aside: Collection[PurePosixPath]) -> 
             ),
             exists=group.index is not None,
         )
-        of_adapter = _dead_adapter(draft, group)
-        code = finding.code if finding is not None else (of_adapter or NestedPrefix).code
-        is_allowed = draft.policy.adapter or DeadAdapter.code in draft.policy.allow
-        asked = draft.policy.keys is not Keys.AUTO or (of_adapter is not None and is_allowed) or is_kept
+        unused = _unused_keys(draft, group)
+        code = finding.code if finding is not None else (unused or NestedPrefix).code
+        is_allowed = unused is not None and (draft.policy.adapter or unused.code in draft.policy.allow)
+        asked = draft.policy.keys is not Keys.AUTO or bool(is_allowed) or is_kept
         safety = Safety.LOSSY if asked else Safety.SAFE
         reads = (group.index_path, *(shard.path for shard in group.members))
         draft.add(action, code, safety, reads, group.members[0].path if is_renamed else None)

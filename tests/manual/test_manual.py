@@ -238,7 +238,8 @@ def test_the_wheel_has_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     command = build_py(distribution)
     command.finalize_options()
     packaged = {f"{package}/{name}" for package, *_, names in command.data_files for name in names}
-    assert packaged == {"ckptfix/py.typed", *(f"ckptfix/manual/{path.name}" for path in PAGES)}
+    table = "ckptfix/checkpoint/architectures.bin"
+    assert packaged == {"ckptfix/py.typed", table, *(f"ckptfix/manual/{path.name}" for path in PAGES)}
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ from ckptfix.diagnosis.findings.load_faults import (
 )
 from ckptfix.diagnosis.findings.misplaced import MixedSaves, UnknownState, WrongState
 from ckptfix.diagnosis.findings.stale import StaleSave
+from ckptfix.diagnosis.findings.weight_faults import DeadWeights, MismatchedConfig
 
 CATALOGUE: tuple[type[Finding], ...] = (
     DoubledModel,
@@ -108,6 +109,8 @@ CATALOGUE: tuple[type[Finding], ...] = (
     IncompleteAdapter,
     MismatchedAdapter,
     UntrainedAdapter,
+    DeadWeights,
+    MismatchedConfig,
     WrongState,
     UnknownState,
     InconsistentGroups,
@@ -151,6 +154,7 @@ __all__ = [
     "ConflictingModels",
     "CrcMismatch",
     "DeadAdapter",
+    "DeadWeights",
     "DoubledModel",
     "DoubledStates",
     "EntryGap",
@@ -167,6 +171,7 @@ __all__ = [
     "InterruptedSave",
     "MalformedFile",
     "MismatchedAdapter",
+    "MismatchedConfig",
     "MismatchedMoments",
     "MismatchedNames",
     "MissingFile",

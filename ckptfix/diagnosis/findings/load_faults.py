@@ -12,21 +12,13 @@ from ckptfix.wording import count_of, list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeadAdapter(Finding):
-    """An adapter with keys that PEFT does not look for: it loads without them, and warns at most.
+class UnusedKeys(Finding):
+    """Keys that a loader does not look for.
 
     ``tensors``: those that stay unused, ``total``: all of the file. ``key``: one that the file has, ``expected``: the
-    same as PEFT looks for it. ``remove``, ``insert``: the segments before the keys, as they are and as they should be.
-    ``names``: the names of adapters in the keys.
+    same as the loader looks for it. ``remove``, ``insert``: the segments before the keys, as they are and as they
+    should be. ``names``: the names of adapters in the keys.
     """
-
-    code = "dead-adapter"
-    severity = Severity.ERROR
-    action = Action.FIX
-    meaning = (
-        "the keys of a PEFT adapter begin with a wrapper (`_orig_mod.`, `module.`) or have the adapter's name in them: "
-        "PEFT loads none of these tensors, and the model answers as its base does"
-    )
 
     tensors: int
     total: int
@@ -36,7 +28,7 @@ class DeadAdapter(Finding):
     insert: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
-    effect: ClassVar[str] = "PEFT leaves {tensors} unused"
+    effect: ClassVar[str]
 
     def __str__(self) -> str:
         tensors = f"{self.tensors} of {count_of(self.total, 'tensor')}"
@@ -46,8 +38,26 @@ class DeadAdapter(Finding):
         )
 
     def key_map(self, adapter: str) -> KeyMap:
-        """Return the map to the keys that PEFT looks for. ``adapter``: the name to take out of them, "" for none."""
+        """Return the map to the keys that the loader looks for.
+
+        ``adapter``: the name of an adapter to take out of them, "" for none.
+        """
         return KeyMap(remove=self.remove, insert=self.insert, adapter=adapter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadAdapter(UnusedKeys):
+    """An adapter with keys that PEFT does not look for: it loads without them, and warns at most."""
+
+    code = "dead-adapter"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the keys of a PEFT adapter begin with a wrapper (`_orig_mod.`, `module.`) or have the adapter's name in them: "
+        "PEFT loads none of these tensors, and the model answers as its base does"
+    )
+
+    effect: ClassVar[str] = "PEFT leaves {tensors} unused"
 
 
 class NamedAdapter(DeadAdapter):

@@ -6,22 +6,39 @@ Only what a config or the keys record is judged. Everything else is listed as no
 from collections.abc import Iterable
 
 from ckptfix.checkpoint.load_inputs import Load
+from ckptfix.checkpoint.loading_order import SAFE
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
 
-JUDGED = ("peft",)
+JUDGED = ("peft", "transformers")
 """Libraries with rules about their loads."""
 
 
 def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
     """Return the verdict on every load of a judged library. Its rules are imported where a folder has such a load."""
     verdicts: list[LoadVerdict] = []
+    of_models: list[Load] = []
     for load in loads:
+        if load.library == "transformers":
+            of_models.append(load)
+            continue
         from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves
 
         verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
+    if of_models:
+        from ckptfix.diagnosis.loads.pretrained_models import judge_pretrained
+
+        # Of two families transformers takes one.
+        verdicts.append(judge_pretrained(min(of_models, key=_turn)))
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
         unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),
         explained=frozenset().union(*(verdict.explained for verdict in verdicts)),
+        compared=frozenset().union(*(verdict.compared for verdict in verdicts)),
     )
+
+
+def _turn(load: Load) -> int:
+    """Return when transformers looks for the file or the index of a load: the first that exists is loaded."""
+    name = load.path.name
+    return 2 * (SAFE not in name) + name.endswith(".index.json")

@@ -1,0 +1,228 @@
+"""Table of the model classes of transformers: their keys, and what follows which attribute of the config.
+
+``python -m tests.architectures`` makes it, by building each class several times with other sizes on the meta device. It
+is read where a ``config.json`` names a class, and speaks for one version of transformers: ``table_version``.
+
+A key is compared as a pattern: with ``*`` for each segment that is a number.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Collection, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.model_configs import CONFIG
+from ckptfix.storage.reading import read_start
+
+TABLE = Path(__file__).with_name("architectures.bin")
+"""The first line has the version, the blocks and their places; each block has the classes of a ``model_type``."""
+
+_LARGEST = 1 << 22
+_LARGEST_SIZE = 1 << 40
+
+
+class Attribute(NamedTuple):
+    """An attribute of a config that sizes follow.
+
+    ``path``: such as ``("text_config", "vocab_size")``. ``default``: of the class. ``aliases``: other names of it.
+    """
+
+    path: tuple[str, ...]
+    default: int
+    aliases: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+
+class Follows(NamedTuple):
+    """A size that is ``multiple * attribute + offset``."""
+
+    attribute: Attribute
+    multiple: int
+    offset: int
+
+
+class Architecture(NamedTuple):
+    """A model class, as the table knows it. All keys are patterns.
+
+    ``keys``: those that a load finds: as ``save_pretrained`` writes them, and as the module has them. ``numbers``:
+    pattern that ends in ``*`` -> how many numbers it has, 0 to N - 1. ``rows``: (pattern, dimension) -> its size.
+    ``parts``: config inside of the config -> its ``model_type``. ``flags``: the config (its path with dots, "" for the
+    whole) with a ``tie_word_embeddings`` that ties something -> its default. ``ties``: that config -> key that is tied
+    (and not saved) -> key that has its values. ``missing``, ``unexpected``: regular expressions of keys that a load
+    does not report. ``unsaved``: keys that ``save_pretrained`` leaves out. ``head``, ``embedding``: the weights of the
+    output and of the input, "" for none. ``prefix``: ``base_model_prefix``.
+    """
+
+    name: str
+    model_type: str
+    keys: frozenset[str]
+    numbers: Mapping[str, Follows]
+    rows: Mapping[tuple[str, int], Follows]
+    parts: Mapping[str, str]
+    flags: Mapping[str, bool]
+    ties: Mapping[str, Mapping[str, str]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    unsaved: frozenset[str]
+    head: str
+    embedding: str
+    prefix: str
+
+    def fits(self, key: str) -> bool:
+        """Return whether a load finds a key, by its module: flags of a config add a bias to a weight, and take it off.
+
+        A model and its base model load each other's keys: one with the prefix, one without.
+        """
+        pattern = pattern_of(key)
+        names = [pattern, f"{self.prefix}.{pattern}" if self.prefix else pattern]
+        if self.prefix and pattern.startswith(f"{self.prefix}."):
+            names.append(pattern[len(self.prefix) + 1 :])
+        modules = _modules(self.keys)
+        return any(name in self.keys or name.rpartition(".")[0] in modules for name in names)
+
+    def size(self, config: Mapping[str, Any], follows: Follows) -> int | None:
+        """Return a size by a config, None where the config does not say."""
+        value = self.value(config, follows.attribute)
+        return None if value is None else follows.multiple * value + follows.offset
+
+    def value(self, config: Mapping[str, Any], attribute: Attribute) -> int | None:
+        """Return an attribute of a config, or its default; None where neither is certain."""
+        part = self._part(config, ".".join(attribute.path[:-1]))
+        if part is None:
+            return None
+        names = (attribute.path[-1], *attribute.aliases)
+        values = [part[name] for name in names if name in part]
+        if not values:
+            return attribute.default if knows_defaults(config) else None
+        value = values[0]
+        is_size = type(value) is int and 0 <= value < _LARGEST_SIZE
+        return value if is_size and all(each == value for each in values) else None
+
+    def is_tied(self, config: Mapping[str, Any], flag: str) -> bool | None:
+        """Return whether a config ties what ``ties[flag]`` lists, None where neither it nor the default says so."""
+        part = self._part(config, flag)
+        if part is None:
+            return None
+        value = part.get("tie_word_embeddings", self.flags[flag] if knows_defaults(config) else None)
+        return value if isinstance(value, bool) else None
+
+    def _part(self, config: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
+        """Return a config inside of a config; None where it is of another ``model_type``, or is not there."""
+        part: Any = config
+        walked: list[str] = []
+        for name in path.split(".") if path else ():
+            walked.append(name)
+            part = part.get(name)
+            expected = self.parts.get(".".join(walked))
+            if not isinstance(part, Mapping) or part.get("model_type", expected) != expected:
+                return None
+        return part if isinstance(part, Mapping) else None
+
+
+class Unknown(NamedTuple):
+    """A model that the table does not know. ``reason``: in words."""
+
+    reason: str
+
+
+def pattern_of(key: str) -> str:
+    """Return a key with ``*`` for each segment that is a number."""
+    return ".".join("*" if part.isdecimal() else part for part in key.split("."))
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture | Unknown:
+    """Return what the table knows about the model of a ``config.json``."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return Unknown(f"{CONFIG} does not name one class")
+    # A class of the folder's own code, which has any keys it likes.
+    if config.get("auto_map"):
+        return Unknown(f"{names[0]} is code of the model's own (auto_map)")
+    model_type = config.get("model_type")
+    known = _architecture(names[0], model_type) if isinstance(model_type, str) else None
+    return known or Unknown(f"transformers {table_version()} has no {names[0]} of this kind")
+
+
+def table_version() -> str:
+    """Return the version of transformers that the table speaks for."""
+    version: str = _index()["version"]
+    return version
+
+
+def knows_defaults(config: Mapping[str, Any]) -> bool:
+    """Return whether an attribute that a config leaves out has the default of the table: in the same major version."""
+    version = config.get("transformers_version")
+    return isinstance(version, str) and version.partition(".")[0] == table_version().partition(".")[0]
+
+
+@cache
+def _index() -> dict[str, Any]:
+    """Return the first line of the table: its version, and model type -> the place of its block."""
+    line, _, _ = _table().partition(b"\n")
+    index: dict[str, Any] = json.loads(line)
+    return index
+
+
+@cache
+def _table() -> bytes:
+    return read_start(TABLE, _LARGEST) or b""
+
+
+@lru_cache(maxsize=8)
+def _block(model_type: str) -> dict[str, Any]:
+    """Return class -> record, of the classes of a model type."""
+    place = _index()["blocks"].get(model_type)
+    if place is None:
+        return {}
+    blocks = _table().partition(b"\n")[2]
+    shared_size = _index()["shared"]
+    decompress = zlib.decompressobj(-15, zdict=blocks[:shared_size])
+    text = decompress.decompress(blocks[place[0] : place[0] + place[1]])
+    block: dict[str, Any] = json.loads(text)
+    return block
+
+
+@lru_cache(maxsize=8)
+def _architecture(name: str, model_type: str) -> Architecture | None:
+    block = _block(model_type)
+    record = block.get(name)
+    if record is None:
+        return None
+    attributes = [
+        Attribute(tuple(path.split(".")), default, tuple(aliases))
+        for path, default, aliases in record.get("attributes", ())
+    ]
+
+    def follows(number: int, multiple: int, offset: int) -> Follows:
+        return Follows(attributes[number], multiple, offset)
+
+    return Architecture(
+        name=name,
+        model_type=model_type,
+        keys=frozenset((*record["keys"], *record.get("inside", ()))),
+        numbers={pattern: follows(*each) for pattern, each in record.get("numbers", {}).items()},
+        rows={
+            (place.rpartition(" ")[0], int(place.rpartition(" ")[2])): follows(*each)
+            for place, each in record.get("rows", {}).items()
+        },
+        parts=record.get("parts", {}),
+        flags=record.get("flags", {}),
+        ties=record.get("ties", {}),
+        missing=tuple(record.get("missing", ())),
+        unexpected=tuple(record.get("unexpected", ())),
+        unsaved=frozenset(record.get("unsaved", ())),
+        head=record.get("head", ""),
+        embedding=record.get("embedding", ""),
+        prefix=record.get("prefix", ""),
+    )
+
+
+@lru_cache(maxsize=8)
+def _modules(keys: Collection[str]) -> frozenset[str]:
+    """Return the modules with parameters of their own. A parameter of the model itself has none."""
+    return frozenset(key.rpartition(".")[0] for key in keys if re.search(r"\.(weight|bias)$", key))

@@ -1,0 +1,104 @@
+"""Findings about what ``from_pretrained`` of transformers makes of weights whose config contradicts them."""
+
+from typing import ClassVar
+
+from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.diagnosis.findings.load_faults import UnusedKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadWeights(UnusedKeys):
+    """Weights behind a prefix that their class does not have.
+
+    ``model``: that class, ``version``: of transformers. ``inner``: private wrappers are inside of the keys, too.
+    """
+
+    code = "dead-weights"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the keys of a model begin with a wrapper (`module.`, `_orig_mod.`, `base_model.model.`): `from_pretrained` of "
+        "transformers finds none of these tensors, and leaves the weights random"
+    )
+
+    model: str
+    version: str
+    inner: bool = False
+
+    effect: ClassVar[str] = "from_pretrained leaves {tensors} unused, and the weights random"
+
+    def __str__(self) -> str:
+        return f"{UnusedKeys.__str__(self)}, by the keys of {self.model} in transformers {self.version}"
+
+    def key_map(self, adapter: str) -> KeyMap:
+        """Return the map to the keys of the class. ``adapter``: none has a name here."""
+        return KeyMap(remove=self.remove, inner=self.inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubtfulWeights(DeadWeights):
+    """The same where something else than ``from_pretrained`` may load the keys. ``reason``: what that is."""
+
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--allow dead-weights"
+
+    reason: str
+
+    @property
+    def advice(self) -> str:
+        """Advice to rename the keys if from_pretrained is to load them."""
+        return f"{self.reason}; if from_pretrained is to load the folder: ckptfix repair DIR --allow dead-weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedConfig(Finding):
+    """Weights of other sizes than the config says.
+
+    ``setting``: the attribute of the config, ``value``: what it says. ``tensors``: what the file has. ``effect``: of a
+    load. ``version``: of transformers, whose class ``model`` the table describes.
+    """
+
+    code = "mismatched-config"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "`config.json` has another vocabulary, or another number of layers or experts, than the tensors: "
+        "`from_pretrained` of transformers fails with `size mismatch`, or leaves layers random"
+    )
+
+    model: str
+    version: str
+    setting: str
+    value: int
+    tensors: str
+    effect: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.tensors} (expected {self.value}, as {self.setting} of config.json says); "
+            f"{self.model} of transformers {self.version} {self.effect}"
+        )
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the model of the script, which may have the sizes of the file."""
+        return Resume.FAILS_IF_NEW
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring config and weights of one save together."""
+        return (
+            "config and weights are of two saves, or a part of the weights is lost: copy both again from one save, or "
+            f"correct {self.setting} in config.json if the tensors are complete"
+        )
+
+
+class DroppedLayers(MismatchedConfig):
+    """More layers than the config says: a load leaves the last ones out."""
+
+    __slots__ = ()
+
+    severity = Severity.WARNING

@@ -1,0 +1,227 @@
+"""Weights for ``from_pretrained`` of transformers, against the table of its classes: prefixes, sizes and numbers.
+
+Facts from transformers 5.23: a key that the class does not have is dropped, a parameter without a key is left random,
+and both are lines of a report. Another shape is a RuntimeError. All of that needs no more than keys and shapes.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptfix.checkpoint.architectures import (
+    Architecture,
+    Follows,
+    Unknown,
+    architecture_of,
+    pattern_of,
+    table_version,
+)
+from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS, WRAPPERS, dotted, without_private_wrappers
+from ckptfix.checkpoint.load_inputs import Load
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.weight_faults import (
+    DeadWeights,
+    DoubtfulWeights,
+    DroppedLayers,
+    MismatchedConfig,
+)
+from ckptfix.diagnosis.loads.verdict import LoadVerdict
+from ckptfix.wording import count_of
+
+_BASE = ("base_model", "model")
+"""Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
+
+_LONGEST_KEY = 500
+"""Characters of a key beyond which it is not compared: no class has one of 250."""
+
+
+def judge_pretrained(load: Load) -> LoadVerdict:
+    """Return the verdict on the weights of a model of transformers."""
+    if not load.config:
+        return LoadVerdict()
+    if ADAPTER in load.configs:
+        # from_pretrained loads the base that the adapter names, and not the weights next to it.
+        return _unchecked(load, f"{ADAPTER} lies next to it")
+    known = architecture_of(load.config)
+    if isinstance(known, Unknown):
+        return _unchecked(load, known.reason)
+    if not load.is_whole or not load.tensors or any(len(key) > _LONGEST_KEY for key in load.tensors):
+        return _unchecked(load, "not all of its keys can be read")
+    names = _Names(load, known)
+    findings = [*names.findings(), *_numbers(load, known, names.expected)]
+    if "quantization_config" not in load.config:
+        # Other methods pack the rows of a weight.
+        findings += _rows(load, known, names.expected)
+    is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
+    return LoadVerdict(
+        tuple(findings),
+        explained=frozenset(
+            (kind, file) for kind in (NestedPrefix, WrapperPrefix) for file in load.files if is_explained
+        ),
+        compared=frozenset({CONFIG}),
+    )
+
+
+def _unchecked(load: Load, why: str) -> LoadVerdict:
+    words = f"{load.path} against {CONFIG}: {why}; ckptfix check --load asks the library itself"
+    return LoadVerdict(unchecked=(words,), compared=frozenset({CONFIG}))
+
+
+class _Names:
+    """The keys of a model as they are and as its class has them. ``expected``: key of the class -> key of the file."""
+
+    def __init__(self, load: Load, known: Architecture) -> None:
+        self._load, self._known = load, known
+        bare = {key: _bare(key) for key in load.tensors}
+        self._dead = {
+            key: name
+            for key, name in bare.items()
+            if name != key and known.fits(name) and not known.fits(key)
+        }
+        # A key that fits neither way: what else the file is for is not known.
+        if not all(known.fits(name) or known.fits(key) for key, name in bare.items()):
+            self._dead = {}
+        self.expected = {self._dead.get(key, key): key for key in load.tensors}
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the finding about keys behind a prefix."""
+        if not self._dead:
+            return
+        chains = Counter(_prefix(key) for key in self._dead)
+        key, expected = next(iter(self._dead.items()))
+        facts: dict[str, Any] = {
+            "path": self._load.path,
+            "tensors": len(self._dead),
+            "total": len(self._load.tensors),
+            "key": key,
+            "expected": expected,
+            "remove": chains.most_common(1)[0][0],
+            "inner": any(not PRIVATE_WRAPPERS.isdisjoint(key.split(".")) for key in self._dead),
+            "model": self._known.name,
+            "version": table_version(),
+        }
+        if len(chains) > 1:
+            reason = "its keys begin with several prefixes, and a repair removes one of them"
+            yield DoubtfulWeights(**facts, reason=reason)
+        elif self._load.states_of == "save_state":
+            reason = (
+                "save_state wrote the folder, and load_state finds these keys in a model that the script wraps"
+            )
+            yield DoubtfulWeights(**facts, reason=reason)
+        else:
+            yield DeadWeights(**facts)
+
+
+def _prefix(key: str) -> tuple[str, ...]:
+    """Return the segments before a key that wrappers and PEFT add, without private wrappers."""
+    segments = without_private_wrappers(key).split(".")
+    at = 0
+    while at < len(segments) - 1:
+        if segments[at] in WRAPPERS:
+            at += 1
+        elif tuple(segments[at : at + 2]) == _BASE and at + 2 < len(segments):
+            at += 2
+        else:
+            break
+    return tuple(segments[:at])
+
+
+def _bare(key: str) -> str:
+    return without_private_wrappers(key).removeprefix(dotted(_prefix(key)))
+
+
+def _placed(known: Architecture, keys: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key of the class, its pattern in the table, key of the file), of the keys that the table has."""
+    for name, key in keys.items():
+        for candidate in (name, f"{known.prefix}.{name}", name.removeprefix(f"{known.prefix}.")):
+            if (pattern := pattern_of(candidate)) in known.keys:
+                yield candidate, pattern, key
+                break
+
+
+def _rows(load: Load, known: Architecture, keys: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings about embeddings of other sizes than the config says."""
+    wrong: dict[Follows, list[tuple[str, int, int]]] = defaultdict(list)
+    tied = {target for ties in known.ties.values() for target in ties}
+    for _, pattern, key in _placed(known, keys):
+        shape = load.tensors[key].shape
+        for dimension, has in enumerate(shape):
+            follows = known.rows.get((pattern, dimension))
+            # Weights of no elements are not gathered; a tied weight may be that of the other.
+            if follows is None or pattern in tied or not all(shape):
+                continue
+            expected = known.size(load.config, follows)
+            if expected is not None and has != expected:
+                wrong[follows].append((key, has, expected))
+    for follows, places in wrong.items():
+        key, has, expected = places[0]
+        value = known.value(load.config, follows.attribute)
+        assert value is not None
+        yield MismatchedConfig(
+            path=load.path,
+            model=known.name,
+            version=table_version(),
+            setting=str(follows.attribute),
+            value=value,
+            tensors=f"{has} rows in {key}" + (f", and {len(places) - 1} more" if places[1:] else ""),
+            effect="fails with 'size mismatch'",
+        )
+
+
+def _numbers(load: Load, known: Architecture, keys: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings about layers, groups and experts that are not as many as the config says."""
+    numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for name, pattern, _ in _placed(known, keys):
+        segments, at_patterns = name.split("."), pattern.split(".")
+        for at, segment in enumerate(at_patterns):
+            group = ".".join(at_patterns[: at + 1])
+            if segment == "*" and group in known.numbers:
+                numbers[group, ".".join(segments[:at])].add(int(segments[at]))
+    wrong: dict[Follows, list[str]] = defaultdict(list)
+    surplus: dict[Follows, list[str]] = defaultdict(list)
+    for (group, parent), present in numbers.items():
+        follows = known.numbers[group]
+        expected = known.size(load.config, follows)
+        if expected is None:
+            continue
+        missing = sorted(set(range(min(expected, 1 << 16))) - present)
+        beyond = sorted(number for number in present if number >= expected)
+        if missing:
+            wrong[follows].append(f"no tensors of {parent}.{_in_words(missing)}")
+        elif beyond and not _is_expected(load, known, parent, beyond):
+            surplus[follows].append(f"tensors of {parent}.{_in_words(beyond)}")
+    for follows, places in (*wrong.items(), *surplus.items()):
+        value = known.value(load.config, follows.attribute)
+        assert value is not None
+        is_missing = follows in wrong and places is wrong[follows]
+        yield (MismatchedConfig if is_missing else DroppedLayers)(
+            path=load.path,
+            model=known.name,
+            version=table_version(),
+            setting=str(follows.attribute),
+            value=value,
+            tensors=places[0]
+            + (f", and of {count_of(len(places) - 1, 'other module')}" if places[1:] else ""),
+            effect="leaves them random" if is_missing else "drops them",
+        )
+
+
+def _in_words(numbers: list[int]) -> str:
+    if numbers == [*range(numbers[0], numbers[-1] + 1)]:
+        return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    shown = ", ".join(map(str, numbers[:3]))
+    return shown if len(numbers) <= 3 else f"{shown} and {len(numbers) - 3} more"
+
+
+def _is_expected(load: Load, known: Architecture, parent: str, beyond: list[int]) -> bool:
+    """Return whether layers beyond the last are those that predict further tokens (MTP), which a load leaves out."""
+    if any(re.search("nextn|mtp", name) for name in load.config):
+        return True
+    names = tuple(f"{parent}.{number}." for number in beyond)
+    keys = [key for key in load.tensors if key.startswith(names)]
+    return any(not known.fits(key) for key in keys) or any(
+        re.search(pattern, key) for pattern in known.unexpected for key in keys
+    )

@@ -1,0 +1,204 @@
+"""Folders for ``from_pretrained``, healthy and damaged: ``check`` against what transformers makes of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptfix import check
+from tests.tiny_models import NAME, load, reconfigure, tensors_of, tiny, write
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CLASSES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM",
+    "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
+    "PhiForCausalLM",
+    "Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "MambaForCausalLM", "AlbertForMaskedLM", "BertForMaskedLM",
+    "RobertaForSequenceClassification", "DistilBertForMaskedLM", "DebertaV2ForMaskedLM", "ElectraForPreTraining",
+    "T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration", "CLIPModel",
+    "ViTForImageClassification", "MllamaForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+)  # fmt: skip
+
+PREFIXES = ("module.", "_orig_mod.", "base_model.model.", "module._orig_mod.")
+
+CODES = {"dead-weights", "mismatched-config"}
+
+
+def saved(root: Path, name: str = "LlamaForCausalLM", **settings: Any) -> dict[str, torch.Tensor]:
+    tiny(name, **settings).save_pretrained(root)
+    return tensors_of(root)
+
+
+def told(root: Path) -> list[tuple[str, str]]:
+    return [
+        (finding.code, finding.severity.value) for finding in check(root).findings if finding.code in CODES
+    ]
+
+
+def unchecked(root: Path) -> list[str]:
+    return [words for words in check(root).not_checked if "against config.json" in words]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_class_as_it_is_saved_and_behind_a_prefix(name: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path, name)
+    assert load(tmp_path) == "complete"
+    assert check(tmp_path).findings == ()
+    assert unchecked(tmp_path) == []
+    write(tmp_path, {f"module.{key}": each for key, each in tensors.items()})
+    assert load(tmp_path) != "complete"
+    assert told(tmp_path) == [("dead-weights", "error")]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("form", ["one file", "shards", "torch"])
+def test_prefixes_in_every_form(prefix: str, form: str, tmp_path: Path) -> None:
+    tensors = {f"{prefix}{key}": each for key, each in saved(tmp_path).items()}
+    write(tmp_path, tensors)
+    if form == "torch":
+        (tmp_path / NAME).unlink()
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    elif form == "shards":
+        in_shards(tmp_path, tensors)
+    assert load(tmp_path) == "21 random, 21 unused"
+    assert told(tmp_path) == [("dead-weights", "error")]
+
+
+def in_shards(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (root / NAME).unlink()
+    weight_map: dict[str, str] = {}
+    for number, keys in enumerate((list(tensors)[:9], list(tensors)[9:]), start=1):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({key: tensors[key].clone() for key in keys}, root / shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(keys, shard)
+    size = sum(each.nbytes for each in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (root / f"{NAME}.index.json").write_text(json.dumps(index))
+
+
+def without(*parts: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {
+        key: each for key, each in tensors.items() if not any(part in key for part in parts)
+    }
+
+
+ERROR, WARNING = ("mismatched-config", "error"), ("mismatched-config", "warning")
+
+DAMAGES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str, list[tuple[str, str]]]] = {
+    "more layers in the config": ("LlamaForCausalLM", {"num_hidden_layers": 4}, (), "18 random, 0 unused", [ERROR]),
+    "fewer layers in the config": ("LlamaForCausalLM", {"num_hidden_layers": 1}, (), "0 random, 9 unused", [WARNING]),
+    "no last layer": ("LlamaForCausalLM", {}, ("layers.1.",), "9 random, 0 unused", [ERROR]),
+    "no first layer": ("LlamaForCausalLM", {}, ("layers.0.",), "9 random, 0 unused", [ERROR]),
+    "another vocabulary": ("LlamaForCausalLM", {"vocab_size": 70}, (), "RuntimeError", [ERROR]),
+    "another name of the attribute": ("GPT2LMHeadModel", {"n_layer": 3}, (), "12 random, 0 unused", [ERROR]),
+    "fewer positions": ("GPT2LMHeadModel", {"n_positions": 32}, (), "RuntimeError", [ERROR]),
+    "no experts": ("MixtralForCausalLM", {}, ("experts.1.",), "RuntimeError", [ERROR]),
+    "more experts": ("MixtralForCausalLM", {"num_local_experts": 4}, (), "RuntimeError", [ERROR, ERROR]),
+    "layers of a decoder": (
+        "T5ForConditionalGeneration", {"num_decoder_layers": 3}, (), "13 random, 0 unused", [ERROR],
+    ),
+    "layers of images": (
+        "CLIPModel", {"vision_config__num_hidden_layers": 3}, (), "16 random, 0 unused", [ERROR],
+    ),
+    "groups of ALBERT": ("AlbertForMaskedLM", {"num_hidden_groups": 2}, (), "16 random, 0 unused", [ERROR]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_sizes_and_numbers(name: str, tmp_path: Path) -> None:
+    cls, config, lost, truth, findings = DAMAGES[name]
+    tensors = saved(tmp_path, cls)
+    reconfigure(tmp_path, **config)
+    write(tmp_path, without(*lost)(tensors))
+    assert load(tmp_path) == truth
+    assert told(tmp_path) == findings
+
+
+HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "one group of ALBERT for all layers": ("AlbertForMaskedLM", {}, {"num_hidden_layers": 12}, ()),
+    "a tied head": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {}, ()),
+    "biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, {}, ()),
+    "a vocabulary of two attributes": ("T5ForConditionalGeneration", {"num_decoder_layers": 1}, {}, ()),
+    "an attribute that the config leaves out": (
+        "GPT2LMHeadModel",
+        {"n_positions": 1024},
+        {},
+        ("n_positions",),
+    ),
+    "an older version": ("LlamaForCausalLM", {}, {"transformers_version": "4.31.0"}, ()),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_twins(name: str, tmp_path: Path) -> None:
+    cls, settings, changed, left_out = HEALTHY[name]
+    saved(tmp_path, cls, **settings)
+    reconfigure(tmp_path, **changed)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: each for key, each in config.items() if key not in left_out}))
+    assert load(tmp_path) == "complete"
+    assert told(tmp_path) == []
+
+
+def test_resized_embeddings(tmp_path: Path) -> None:
+    for name in ("LlamaForCausalLM", "MllamaForConditionalGeneration"):
+        model = tiny(name)
+        model.resize_token_embeddings(71, pad_to_multiple_of=16)
+        model.save_pretrained(tmp_path / name)
+        is_loaded = load(tmp_path / name) == "complete"
+        assert (told(tmp_path / name) == []) == is_loaded, name
+
+
+def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    """DeepSeek's checkpoints have one layer more than the config says."""
+    tensors = saved(tmp_path, "DeepseekV3ForCausalLM")
+    beyond = {
+        key.replace("layers.1.", "layers.2."): each for key, each in tensors.items() if "layers.1." in key
+    }
+    write(tmp_path, {**tensors, **beyond, "model.layers.2.eh_proj.weight": torch.ones(16, 32)})
+    assert load(tmp_path).startswith("0 random")
+    assert told(tmp_path) == []
+
+
+def test_a_model_of_the_trainer_and_one_next_to_save_state(tmp_path: Path) -> None:
+    tensors = {f"module.{key}": each for key, each in saved(tmp_path).items()}
+    write(tmp_path, tensors)
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": 1, "epoch": 1.0, "log_history": []}))
+    assert told(tmp_path) == [("dead-weights", "error")]
+    state.unlink()
+    torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
+    assert told(tmp_path) == [("dead-weights", "note")]
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "code of its own": {"auto_map": {"AutoModel": "modeling.Mine"}},
+    "a class of nobody": {"architectures": ["MineForCausalLM"]},
+    "another model type": {"model_type": "mine"},
+    "no class": {"architectures": []},
+    "two classes": {"architectures": ["LlamaForCausalLM", "LlamaModel"]},
+    "a number": {"architectures": [1]},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_the_table_does_not_know_is_not_checked(name: str, tmp_path: Path) -> None:
+    write(tmp_path, {f"module.{key}": each for key, each in saved(tmp_path).items()})
+    reconfigure(tmp_path, **UNKNOWN[name])
+    assert told(tmp_path) == []
+    (words,) = unchecked(tmp_path)
+    assert "ckptfix check --load" in words
+
+
+@pytest.mark.parametrize("value", ["4", -1, None, 1 << 60, [], 1.5, True])
+def test_configs_with_odd_values(value: Any, tmp_path: Path) -> None:
+    saved(tmp_path)
+    reconfigure(tmp_path, vocab_size=value, num_hidden_layers=value, tie_word_embeddings=value)
+    assert told(tmp_path) == []
