@@ -18,7 +18,7 @@ from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.storage.reading import read_start
 
 TABLE = Path(__file__).with_name("architectures.bin")
-"""The first line has the version, the blocks and their places; each block has the classes of a ``model_type``."""
+"""The first line has the version and the places of the blocks; each block has the classes of some model types."""
 
 _LARGEST = 1 << 22
 _LARGEST_SIZE = 1 << 40
@@ -162,9 +162,8 @@ def knows_defaults(config: Mapping[str, Any]) -> bool:
 
 @cache
 def _index() -> dict[str, Any]:
-    """Return the first line of the table: its version, and model type -> the place of its block."""
-    line, _, _ = _table().partition(b"\n")
-    index: dict[str, Any] = json.loads(line)
+    """Return the first line of the table: its version, and the place and the model types of each block."""
+    index: dict[str, Any] = json.loads(_table().partition(b"\n")[0])
     return index
 
 
@@ -173,24 +172,19 @@ def _table() -> bytes:
     return read_start(TABLE, _LARGEST) or b""
 
 
-@lru_cache(maxsize=8)
-def _block(model_type: str) -> dict[str, Any]:
-    """Return class -> record, of the classes of a model type."""
-    place = _index()["blocks"].get(model_type)
-    if place is None:
-        return {}
-    blocks = _table().partition(b"\n")[2]
-    shared_size = _index()["shared"]
-    decompress = zlib.decompressobj(-15, zdict=blocks[:shared_size])
-    text = decompress.decompress(blocks[place[0] : place[0] + place[1]])
-    block: dict[str, Any] = json.loads(text)
+@lru_cache(maxsize=4)
+def _block(start: int, size: int) -> dict[str, dict[str, Any]]:
+    """Return model type -> class -> record."""
+    block: dict[str, dict[str, Any]] = json.loads(
+        zlib.decompress(_table().partition(b"\n")[2][start : start + size])
+    )
     return block
 
 
 @lru_cache(maxsize=8)
 def _architecture(name: str, model_type: str) -> Architecture | None:
-    block = _block(model_type)
-    record = block.get(name)
+    place = next((place for place in _index()["blocks"] if model_type in place[2:]), None)
+    record = _block(*place[:2])[model_type].get(name) if place else None
     if record is None:
         return None
     attributes = [

@@ -107,9 +107,7 @@ class _Names:
             reason = "its keys begin with several prefixes, and a repair removes one of them"
             yield DoubtfulWeights(**facts, reason=reason)
         elif self._load.states_of == "save_state":
-            reason = (
-                "save_state wrote the folder, and load_state finds these keys in a model that the script wraps"
-            )
+            reason = "save_state wrote the folder, and load_state finds these keys in a model that the script wraps"
             yield DoubtfulWeights(**facts, reason=reason)
         else:
             yield DeadWeights(**facts)
