@@ -310,12 +310,15 @@ def _lost_by_trainer(missing: tuple[str, ...], there: str, *, by_rank: bool = Fa
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
     """Yield in words what a folder without an error lacks to resume a run, if it may not be meant to."""
     roles = {role for role, _ in parts_of(_paths(folder))}
-    if has_deepspeed or Role.OPTIMIZER in roles:
+    has_other_name = False
+    for role, wanted in ((Role.OPTIMIZER, "optimizer.bin"), (Role.SCHEDULER, "scheduler.bin")):
+        under = under_name_of_trainer(wanted, _paths(folder))
+        if Role.MODEL in roles and role not in roles and under:
+            has_other_name = True
+            yield f"{role.value}: load_state does not look for {under!r}, and fails for a script that prepares one"
+    if has_deepspeed or Role.OPTIMIZER in roles or has_other_name:
         return
-    under = under_name_of_trainer("optimizer.bin", _paths(folder))
-    if Role.MODEL in roles and under:
-        yield f"optimizers: load_state does not look for {under!r}, and fails for a script that prepares one"
-    elif Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
+    if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
         yield "optimizers: none is saved here; load_state fails for a script that prepares one"
     elif Role.MODEL in roles and not _is_foreign(folder):
         yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"

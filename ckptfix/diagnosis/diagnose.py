@@ -63,7 +63,12 @@ from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.optimizer_values import diagnose_optimizer_values, steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
-from ckptfix.diagnosis.schedules import diagnose_empty_schedulers, diagnose_progress, diagnose_schedules
+from ckptfix.diagnosis.schedules import (
+    diagnose_empty_schedulers,
+    diagnose_other_schedules,
+    diagnose_progress,
+    diagnose_schedules,
+)
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
     diagnose_keys,
@@ -288,6 +293,7 @@ def diagnose(
             findings += diagnose_progress(folder, optimizers, damaged, neighbours, step)
             findings += diagnose_empty_optimizers(folder, sharded, optimizers, damaged, neighbours, step)
             findings += diagnose_empty_schedulers(folder, neighbours)
+            findings += diagnose_other_schedules(folder, damaged, neighbours)
         # After the optimizers: they are compared with intact weights, and both families of a model are.
         if folder.only is None:
             # After a repair, too: by samples alone a difference that it found before would be gone.

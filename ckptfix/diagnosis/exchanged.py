@@ -22,6 +22,7 @@ from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, LowerPrecision, MisplacedEntry, RoundedEntry
+from ckptfix.diagnosis.optimizer_kinds import MOMENTS
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -344,7 +345,9 @@ def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list
             one.path,
             {tensor.fqn: tensor.shape for tensor in one.tensors},
             {bare(tensor.fqn): tensor.shape for tensor in one.tensors},
-            {bare(tensor.fqn): tensor.dtype for tensor in one.tensors},
+            {bare(tensor.fqn): tensor.dtype for tensor in one.tensors}
+            if one.role is Role.MODEL
+            else _dtypes_of_moments(saved[one.path]),
             saved.get(one.path),
         )
         for one in folder.components
@@ -353,15 +356,32 @@ def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list
     return entries if len(entries) == len(paths) else []
 
 
+def _dtypes_of_moments(saved: SavedOptimizer) -> dict[str, str]:
+    """Return the dtypes of moments. A load converts them to that of their parameter, without a word."""
+    return {
+        f"{name}.{state}": tensor.dtype
+        for name, tensors in saved.tensors.items()
+        for state, tensor in tensors.items()
+        if state in MOMENTS
+    }
+
+
 def _is_in_order(folder: CheckpointFolder) -> bool:
-    """Return whether the moments of each optimizer have shapes of the model of the same number."""
+    """Return whether the moments of each optimizer have shapes of the model of the same number.
+
+    Others show nothing: Adafactor keeps rows and columns, LBFGS one long vector.
+    """
     shapes = {
         one.name.index: Counter(tensor.shape for tensor in one.tensors)
         for one in folder.components
         if one.role is Role.MODEL
     }
     return all(
-        Counter(shape for states in one.states.values() for shape in {*states.values()} - {None, ()})
+        Counter(
+            shape
+            for states in one.states.values()
+            for shape in {shape for state, shape in states.items() if state in MOMENTS} - {None, ()}
+        )
         <= shapes.get(one.index, Counter())
         for one in saved_optimizers(folder, ())
     )
@@ -447,7 +467,7 @@ _BY_TRAINER = {
 
 
 def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]) -> Iterator[RoundedEntry]:
-    """Yield the models with tensors of a lower precision than in all of these checkpoints.
+    """Yield the models and optimizers with tensors of a lower precision than in all of these checkpoints.
 
     No run lowers its precision for one save. At an end of the run the script may have changed it.
     """
@@ -475,9 +495,14 @@ def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]
 
 
 def _is_rounded(dtype: str, expected: str) -> bool:
-    """Return whether a conversion between two floating point types loses digits: also between F16 and BF16."""
-    are_floats = all(name.startswith(("F", "BF")) and name in DTYPE_BITS for name in (dtype, expected))
-    return are_floats and dtype != expected and DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
+    """Return whether a conversion of a floating point type loses digits: also between F16 and BF16, and to integers."""
+    if dtype == expected or not {dtype, expected} <= DTYPE_BITS.keys() or not _is_float(expected):
+        return False
+    return not _is_float(dtype) or DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF"))
 
 
 def _has_wrappers(keys: Collection[str]) -> bool:

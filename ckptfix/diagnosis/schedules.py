@@ -20,14 +20,22 @@ from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.neighbours import Neighbour, Neighbours, scanned
+from ckptfix.checkpoint.neighbours import (
+    Neighbour,
+    Neighbours,
+    are_on_both_sides,
+    next_to_it,
+    scanned,
+)
 from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import (
+    ChangedEntry,
     EmptyState,
     ExchangedRates,
+    MisplacedEntry,
     MixedRates,
     MixedSteps,
     UnexplainedRates,
@@ -37,6 +45,7 @@ from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.wording import list_names
 
 _SHARED_KEYS = frozenset(
     (
@@ -143,8 +152,7 @@ def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
             if child(part, "_schedulers") is None:
                 yield from _read_in_each_step(part)
         return
-    keys = frozenset(key.value for key, _ in pairs(state) if type(key) is Text)
-    own = keys - _SHARED_KEYS
+    own = _keys_of(state) - _SHARED_KEYS
     if not any(key in own and own <= every for key, every in _FROM_BASE_RATES.items()):
         return
     saved, last = child(state, "base_lrs"), items_of(child(state, "_last_lr"))
@@ -177,6 +185,56 @@ def diagnose_empty_schedulers(folder: CheckpointFolder, neighbours: Neighbours) 
         yield (UnknownState if are_empty else EmptyState)(
             path=path, holds="an empty dict", expected=Content.SCHEDULER.value, effect=_EMPTY
         )
+
+
+def diagnose_other_schedules(
+    folder: CheckpointFolder, damaged: frozenset[PurePosixPath], neighbours: Neighbours
+) -> Iterator[MisplacedEntry]:
+    """Yield the schedulers that are of another class than in all checkpoints next to this one, which agree.
+
+    Each class of torch has its own keys. Where the nearest checkpoint has those of this one, no more is read.
+    """
+    own = {
+        path: keys
+        for path, file in _states_of_schedulers(folder).items()
+        if path not in damaged and (keys := _keys_of(file.tree.root))
+    }
+    near: list[tuple[bool, Mapping[PurePosixPath, TorchFile]]] = []
+    for neighbour, there in scanned(neighbours.nearest(), Role.SCHEDULER) if own else ():
+        files = _states_of_schedulers(there)
+        own = {
+            path: keys
+            for path, keys in own.items()
+            if path not in files or _keys_of(files[path].tree.root) != keys
+        }
+        if not own:
+            return
+        near.append((neighbour.is_earlier, files))
+    for path, keys in own.items():
+        known = [(is_earlier, _keys_of(files[path].tree.root)) for is_earlier, files in near if path in files]
+        expected = {keys_there for _, keys_there in known}
+        if len(known) > 1 and len(expected) == 1:
+            is_between = are_on_both_sides(is_earlier for is_earlier, _ in known)
+            (keys_there,) = expected
+            yield (MisplacedEntry if is_between else ChangedEntry)(
+                path=path,
+                holds=f"a schedule with {_told(keys - keys_there, keys_there - keys)}",
+                expected=f"{_told(keys_there - keys, keys - keys_there)}, as in {next_to_it(len(known))}",
+                effect="load_state fails, or the run goes on with another schedule",
+            )
+
+
+def _keys_of(state: Any) -> frozenset[str]:
+    return (
+        frozenset(key.value for key, _ in pairs(state) if type(key) is Text)
+        if is_dict_like(state)
+        else frozenset()
+    )
+
+
+def _told(own: frozenset[str], others: frozenset[str]) -> str:
+    """Return in words the keys that tell a schedule from another."""
+    return list_names(sorted(own)) if own else f"no {list_names(sorted(others))}"
 
 
 def _states_of_schedulers(folder: CheckpointFolder) -> Mapping[PurePosixPath, TorchFile]:
@@ -382,7 +440,7 @@ def moves_of(state: Any) -> int | None:
     """
     if not is_dict_like(state):
         return None
-    keys = frozenset(key.value for key, _ in pairs(state) if type(key) is Text)
+    keys = _keys_of(state)
     moves, count = child(state, "last_epoch"), child(state, "_step_count")
     is_whole = "_milestones" in keys or (type(moves) is int and count == moves + 1)
     return (

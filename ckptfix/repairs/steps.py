@@ -226,7 +226,9 @@ class Draft:
             doubles = [entry.path for entry in entries if entry.path in self.doubles]
             if len(entries) - len(doubles) < want:
                 left = f"{len(entries) - len(doubles)} would remain of {len(entries)}"
-                reasons |= dict.fromkeys(doubles, f"{count_of(want, 'model')} asked for, without duplicates {left}")
+                reasons |= dict.fromkeys(
+                    doubles, f"{count_of(want, 'model')} asked for, without duplicates {left}"
+                )
         return reasons
 
     def files_of(self, path: PurePosixPath) -> tuple[PurePosixPath, ...]:

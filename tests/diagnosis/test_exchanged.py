@@ -2,11 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
@@ -260,3 +263,83 @@ def test_a_checkpoint_in_a_store_is_compared_for_two_requests(tmp_path: Path) ->
         (one.severity.value, str(one)) for one in check(f"{url}/checkpoint_2").findings
     ]
     assert healthy < 20
+
+
+def of_lbfgs(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(parameters, lr, max_iter=3)
+
+
+class OneModel:
+    """A run of one network, which makes a step before each save."""
+
+    def __init__(self, optimizer: Callable[..., Any]) -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=True)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.accelerator.prepare(self.model, self.optimizer)
+
+    def step(self) -> None:
+        def loss() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            # Adafactor of transformers calls it without gradients.
+            with torch.enable_grad():
+                value: torch.Tensor = self.model(torch.rand(4, 4)).square().mean()
+                value.backward()
+            return value
+
+        self.optimizer.step(loss)
+
+    def save(self, root: Path) -> Path:
+        self.step()
+        self.accelerator.save_state(str(root))
+        return root
+
+    def load(self, root: Path) -> None:
+        self.accelerator.load_state(str(root))
+        self.step()
+
+
+ADAFACTOR = partial(transformers.optimization.Adafactor, scale_parameter=False, relative_step=False)
+
+
+@pytest.mark.parametrize("optimizer", [ADAFACTOR, torch.optim.Adafactor, of_lbfgs])
+def test_an_optimizer_of_another_class_is_told_whatever_moments_its_run_keeps(
+    optimizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Moments that have no shape of a weight made each of its neighbours count as damaged."""
+    run = OneModel(optimizer)
+    roots = [run.save(tmp_path / f"checkpoint_{number}") for number in range(3)]
+    assert [told(root) for root in roots] == [[], [], []]
+    another = OneModel(torch.optim.AdamW).save(tmp_path / "another")
+    shutil.copy(another / "optimizer.bin", roots[1])
+    with pytest.raises((KeyError, TypeError)):
+        OneModel(optimizer).load(roots[1])
+    ((severity, sentence),) = told(roots[1])
+    assert severity == "warning"
+    assert sentence.startswith("optimizer.bin: it holds param groups without ")
+
+
+@pytest.mark.parametrize(("file", "dtype"), [("model.safetensors", "I8"), ("optimizer.bin", "F16")])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_what_loads_rounded_between_two_checkpoints_is_told(
+    file: str, dtype: str, optimizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = OneModel(optimizer)
+    roots = [run.save(tmp_path / f"checkpoint_{number}") for number in range(3)]
+    path = roots[1] / file
+    if file == "model.safetensors":
+        weights = {key: value.mul(9).to(torch.int8) for key, value in load_file(path).items()}
+        save_file(weights, path, metadata={"format": "pt"})
+    else:
+        state = torch.load(path)
+        for states in state["state"].values():
+            states |= {name: value.half() for name, value in states.items() if name != "step"}
+        torch.save(state, path)
+    OneModel(optimizer).load(roots[1])
+    words = [sentence for severity, sentence in told(roots[1]) if severity == "warning"]
+    assert any(
+        f" in {dtype} (expected F32, as in 2 checkpoints next to it)" in sentence for sentence in words
+    )
+    assert [told(root) for root in (roots[0], roots[2])] == [[], []]

@@ -124,6 +124,11 @@ def emptied(root: Path) -> None:
         save_file({}, root / name, metadata={"format": "pt"})
 
 
+def after(path: Path) -> None:
+    """Append more than the 64 KiB in which torch looks for the end of a zip archive."""
+    path.write_bytes(path.read_bytes() + bytes(70_000))
+
+
 REFUSED: dict[str, Change] = {
     "first model and optimizer": gone("model.safetensors", "optimizer.bin"),
     "first model": gone("model.safetensors"),
@@ -146,6 +151,8 @@ REFUSED: dict[str, Change] = {
     ),
     "optimizer of another class": edited(to_sgd),
     "cut optimizer": lambda root: os.truncate(root / "optimizer.bin", 900),
+    "bytes after an optimizer": lambda root: after(root / "optimizer.bin"),
+    "bytes after weights": lambda root: after(root / "model.safetensors"),
     "exchanged models": exchanged,
     "first model over the second": lambda root: shutil.copy(
         root / "model.safetensors", root / "model_1.safetensors"
@@ -165,6 +172,10 @@ LOADED: dict[str, Change] = {
         (root / "optimizer.bin").read_bytes()[:900]
     ),
     "zeros of a script": lambda root: (root / "mask.bin").write_bytes(bytes(999)),
+    "bytes after random states": lambda root: after(root / "random_states_0.pkl"),
+    "a few bytes after an optimizer": lambda root: (root / "optimizer.bin").write_bytes(
+        (root / "optimizer.bin").read_bytes() + bytes(9)
+    ),
     "left copy": lambda root: shutil.copy(root / "optimizer.bin", root / "optimizer.bin.tmp"),
 }
 

@@ -350,3 +350,33 @@ def test_a_state_without_a_key_is_told_where_the_load_fails_or_a_count_begins_an
 
 
 COUNTS = ("last_epoch", "T_cur", "num_bad_epochs", "best")
+
+
+@pytest.mark.parametrize(
+    "name", ["LambdaLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau", "OneCycleLR"]
+)
+def test_a_schedule_of_another_class_between_two_checkpoints_is_told(name: str, tmp_path: Path) -> None:
+    """Its rate may be that of its optimizer, and load_state fails or goes on with another schedule."""
+    run, another = Run(1, SCHEDULES[name]), Run(1, partial(lr_scheduler.StepLR, step_size=1000))
+    another.step(1)
+    source = another.save(tmp_path / "another")
+    roots = []
+    for number in range(1, 4):
+        run.step(1)
+        roots.append(run.save(tmp_path / "runs" / f"checkpoint_{number}"))
+    assert [wrong_states(root) for root in roots] == [[], [], []]
+    shutil.copy(source / "scheduler.bin", roots[1])
+    ((severity, sentence),) = wrong_states(roots[1])
+    assert severity == "warning"
+    assert sentence.startswith("scheduler.bin: it holds a schedule with ")
+    assert sentence.endswith(", as in 2 checkpoints next to it)")
+    assert [wrong_states(root) for root in (roots[0], roots[2])] == [[], []]
+    # A script that changed its schedule since the second checkpoint.
+    shutil.copy(source / "scheduler.bin", roots[2])
+    assert wrong_states(roots[1]) == []
+    shutil.copy(roots[0] / "scheduler.bin", roots[1])
+    assert [severity for severity, _ in wrong_states(roots[2])] == ["note"]
+
+
+def wrong_states(root: Path) -> list[tuple[str, str]]:
+    return [(one.severity.value, str(one)) for one in check(root).all_findings if one.code == "wrong-state"]

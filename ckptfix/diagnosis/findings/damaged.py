@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import field
 
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, list_names, series
 
 FOLDER = "a folder"
@@ -47,6 +48,10 @@ class TruncatedFile(Finding):
         return "copy the file again from where it came, or use an older checkpoint"
 
 
+_FOUND_BY_TORCH = 69_562
+"""Most bytes after a zip archive with which torch 2.13 finds its end. For some sizes it does not find it after 4,075."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrailingBytes(Finding):
     """Bytes after the end of the format."""
@@ -59,6 +64,17 @@ class TrailingBytes(Finding):
 
     end: int
     extra: int
+
+    @property
+    def resume(self) -> Resume:
+        """It fails where safetensors refuses the file, and where torch surely does not find its end.
+
+        accelerate leaves random states out that it cannot load.
+        """
+        name = parse_file_name(self.path.name)
+        is_needed = name is None or name.role is not Role.RNG_STATE
+        is_refused = self.path.suffix == ".safetensors" or self.extra > _FOUND_BY_TORCH
+        return Resume.FAILS if is_refused and is_needed else Resume.SUCCEEDS
 
     def __str__(self) -> str:
         return f"{self.path}: the content ends at byte {self.end}, {self.extra} more bytes follow"
