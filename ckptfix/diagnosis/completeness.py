@@ -51,6 +51,7 @@ from ckptfix.checkpoint.model_configs import (
     lost_model,
     lost_models,
     may_hold_weights,
+    read_config,
 )
 from ckptfix.checkpoint.neighbours import Neighbours, parts_of
 from ckptfix.checkpoint.trainer_folders import (
@@ -150,6 +151,12 @@ _READ_BY = {
 """The loads that fail without a config, and with one that is not JSON (transformers 5.23, peft 0.21)."""
 
 
+def _lacks_type(config: Path) -> bool:
+    """Return whether an object in a config does not say of which type an adapter is. PEFT raises KeyError."""
+    values = read_config(config.parent, config.name)
+    return is_empty_config(config) or (bool(values) and not isinstance(values.get("peft_type"), str))
+
+
 def _incomplete_of_trainer(
     folder: CheckpointFolder, hidden: Sequence[HiddenFile], *, has_deepspeed: bool
 ) -> Iterator[Finding]:
@@ -163,7 +170,9 @@ def _incomplete_of_trainer(
     is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
     of_diffusers = STEMS_OF_LIBRARIES["diffusers"][".bin"]
     models = (one.name.model for one in folder.components)
-    is_of_diffusers = any(model is not None and model.stem in of_diffusers for model in models)
+    stems = {model.stem for model in models if model is not None}
+    is_of_diffusers = not stems.isdisjoint(of_diffusers)
+    is_of_peft = not stems.isdisjoint(STEMS_OF_LIBRARIES["peft"][".bin"])
     for name, (without, with_wrong) in _READ_BY.items() if is_of_library else ():
         nowhere = leads_nowhere(folder.root / name) if name in names else ""
         broken = nowhere or (broken_config(folder.root / name) if name in names else "")
@@ -173,6 +182,9 @@ def _incomplete_of_trainer(
             broken, effect = "an empty object", "from_pretrained makes a model of the default sizes"
         if name == GENERATION and broken == NO_OBJECT:
             effect = "from_pretrained fails"
+        # Other libraries write a config of that name, too, next to weights of another name.
+        if not broken and name == ADAPTER in names and is_of_peft and _lacks_type(folder.root / name):
+            broken = "without 'peft_type'"
         if broken:
             yield IncompleteCheckpoint(
                 path=PurePosixPath(name),
