@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 
 NAME = "model.safetensors"
 
+Tensors = Mapping[str, torch.Tensor]
+
 _SMALL = {
     2: (
         "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers num_blocks "
@@ -68,7 +70,7 @@ def tensors_of(root: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(root / NAME))
 
 
-def write(root: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write(root: Path, tensors: Tensors) -> None:
     """Replace the tensors of a folder."""
     save_file(
         {key: each.clone().contiguous() for key, each in tensors.items()}, root / NAME, {"format": "pt"}

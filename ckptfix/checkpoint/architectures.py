@@ -155,9 +155,19 @@ def table_version() -> str:
 
 
 def knows_defaults(config: Mapping[str, Any]) -> bool:
-    """Return whether an attribute that a config leaves out has the default of the table: in the same major version."""
-    version = config.get("transformers_version")
-    return isinstance(version, str) and version.partition(".")[0] == table_version().partition(".")[0]
+    """Return whether an attribute that a config leaves out has the default of the table, by the version that wrote it.
+
+    In the same major version: from 4.46 to 5.23 the layers of Gemma 2 changed from 28 to 26, and from 4.57 to 5.23 nine
+    of 1,160 defaults did, all of them ``tie_word_embeddings``.
+    """
+    written, known = _release(config.get("transformers_version")), _release(table_version())
+    return written[:1] == known[:1] and written <= known
+
+
+def _release(version: object) -> tuple[int, ...]:
+    """Return major and minor version; () where the text has none."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    return (int(match[1]), int(match[2])) if match else ()
 
 
 @cache

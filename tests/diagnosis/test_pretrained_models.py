@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import check
-from tests.tiny_models import NAME, load, reconfigure, tensors_of, tiny, write
+from tests.tiny_models import NAME, Tensors, load, reconfigure, tensors_of, tiny, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -70,7 +70,7 @@ def test_prefixes_in_every_form(prefix: str, form: str, tmp_path: Path) -> None:
     assert told(tmp_path) == [("dead-weights", "error")]
 
 
-def in_shards(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+def in_shards(root: Path, tensors: Tensors) -> None:
     (root / NAME).unlink()
     weight_map: dict[str, str] = {}
     for number, keys in enumerate((list(tensors)[:9], list(tensors)[9:]), start=1):

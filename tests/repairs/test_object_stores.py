@@ -45,6 +45,7 @@ ADAPTER = {
         "../golden/stale-family-shards",
         Policy(families=frozenset({"model.safetensors"})),
     ),
+    "keys for from_pretrained": ("../golden/dead-weights", Policy()),
 }
 Objects = dict[str, bytes]
 

@@ -76,10 +76,11 @@ class _Names:
     def __init__(self, load: Load, known: Architecture) -> None:
         self._load, self._known = load, known
         bare = {key: _bare(key) for key in load.tensors}
+        # Where the file has the key without the prefix, too, a load takes that, and no weight stays random.
         self._dead = {
             key: name
             for key, name in bare.items()
-            if name != key and known.fits(name) and not known.fits(key)
+            if name != key and name not in load.tensors and known.fits(name) and not known.fits(key)
         }
         # A key that fits neither way: what else the file is for is not known.
         if not all(known.fits(name) or known.fits(key) for key, name in bare.items()):
