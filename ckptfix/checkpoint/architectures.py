@@ -27,11 +27,12 @@ _LARGEST_SIZE = 1 << 40
 class Attribute(NamedTuple):
     """An attribute of a config that sizes follow.
 
-    ``path``: such as ``("text_config", "vocab_size")``. ``default``: of the class. ``aliases``: other names of it.
+    ``path``: such as ``("text_config", "vocab_size")``. ``default``: of the class, None where it follows other
+    attributes. ``aliases``: other names of it.
     """
 
     path: tuple[str, ...]
-    default: int
+    default: int | None
     aliases: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -79,9 +80,9 @@ class Architecture(NamedTuple):
         A model and its base model load each other's keys: one with the prefix, one without.
         """
         pattern = pattern_of(key)
-        names = [pattern, f"{self.prefix}.{pattern}" if self.prefix else pattern]
-        if self.prefix and pattern.startswith(f"{self.prefix}."):
-            names.append(pattern[len(self.prefix) + 1 :])
+        if pattern in self.keys:
+            return True
+        names = (pattern, f"{self.prefix}.{pattern}", pattern.removeprefix(f"{self.prefix}."))
         modules = _modules(self.keys)
         return any(name in self.keys or name.rpartition(".")[0] in modules for name in names)
 
@@ -93,7 +94,8 @@ class Architecture(NamedTuple):
     def value(self, config: Mapping[str, Any], attribute: Attribute) -> int | None:
         """Return an attribute of a config, or its default; None where neither is certain."""
         part = self._part(config, ".".join(attribute.path[:-1]))
-        if part is None:
+        # Layers of their own sizes.
+        if part is None or part.get("per_layer_config"):
             return None
         names = (attribute.path[-1], *attribute.aliases)
         values = [part[name] for name in names if name in part]
@@ -116,6 +118,9 @@ class Architecture(NamedTuple):
         part: Any = config
         walked: list[str] = []
         for name in path.split(".") if path else ():
+            # Configs of CLIP before 4.30 have both, and the first one wins.
+            if part.get(f"{name}_dict"):
+                return None
             walked.append(name)
             part = part.get(name)
             expected = self.parts.get(".".join(walked))
@@ -166,7 +171,7 @@ def knows_defaults(config: Mapping[str, Any]) -> bool:
 
 def _release(version: object) -> tuple[int, ...]:
     """Return major and minor version; () where the text has none."""
-    match = re.match(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    match = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", version) if isinstance(version, str) else None
     return (int(match[1]), int(match[2])) if match else ()
 
 

@@ -99,6 +99,7 @@ DAMAGES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str, list[tuple[s
     "another name of the attribute": ("GPT2LMHeadModel", {"n_layer": 3}, (), "12 random, 0 unused", [ERROR]),
     "fewer positions": ("GPT2LMHeadModel", {"n_positions": 32}, (), "RuntimeError", [ERROR]),
     "no experts": ("MixtralForCausalLM", {}, ("experts.1.",), "RuntimeError", [ERROR]),
+    "an untied head": ("LlamaForCausalLM", {}, (), "RuntimeError", [ERROR]),
     "more experts": ("MixtralForCausalLM", {"num_local_experts": 4}, (), "RuntimeError", [ERROR, ERROR]),
     "layers of a decoder": (
         "T5ForConditionalGeneration", {"num_decoder_layers": 3}, (), "13 random, 0 unused", [ERROR],
@@ -115,10 +116,15 @@ def test_sizes_and_numbers(name: str, tmp_path: Path) -> None:
     cls, config, lost, truth, findings = DAMAGES[name]
     tensors = saved(tmp_path, cls)
     reconfigure(tmp_path, **config)
+    if name == "an untied head":
+        tensors["lm_head.weight"] = torch.ones(70, 16)
     write(tmp_path, without(*lost)(tensors))
     assert load(tmp_path) == truth
     assert told(tmp_path) == findings
 
+
+QWEN = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "vocab_size": 64}  # fmt: skip
 
 HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "one group of ALBERT for all layers": ("AlbertForMaskedLM", {}, {"num_hidden_layers": 12}, ()),
@@ -130,6 +136,18 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] 
         {"n_positions": 1024},
         {},
         ("n_positions",),
+    ),
+    "an attribute that follows another": (
+        "T5ForConditionalGeneration",
+        {"num_layers": 3, "num_decoder_layers": 3},
+        {},
+        ("num_decoder_layers",),
+    ),
+    "a sub-config of another class": (
+        "LlavaForConditionalGeneration",
+        {"text_config": {**QWEN, "model_type": "qwen2"}},
+        {},
+        (),
     ),
     "an older version": ("LlamaForCausalLM", {}, {"transformers_version": "4.31.0"}, ()),
 }
@@ -143,6 +161,15 @@ def test_healthy_twins(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({key: each for key, each in config.items() if key not in left_out}))
+    assert load(tmp_path) == "complete"
+    assert told(tmp_path) == []
+
+
+def test_two_configs_of_the_text(tmp_path: Path) -> None:
+    """The first folders of CLIP have both, and transformers takes text_config_dict."""
+    saved(tmp_path, "CLIPModel")
+    config = json.loads((tmp_path / "config.json").read_text())
+    reconfigure(tmp_path, text_config_dict=config["text_config"], text_config__num_hidden_layers=12)
     assert load(tmp_path) == "complete"
     assert told(tmp_path) == []
 
@@ -201,4 +228,24 @@ def test_what_the_table_does_not_know_is_not_checked(name: str, tmp_path: Path) 
 def test_configs_with_odd_values(value: Any, tmp_path: Path) -> None:
     saved(tmp_path)
     reconfigure(tmp_path, vocab_size=value, num_hidden_layers=value, tie_word_embeddings=value)
+    assert told(tmp_path) == []
+
+
+def test_weights_of_a_quantized_model(tmp_path: Path) -> None:
+    """Methods such as GPTQ pack rows, and add tensors to a module."""
+    tensors = saved(tmp_path)
+    packed = {
+        key.replace("q_proj.weight", "q_proj.qweight"): each[: len(each) // 2] if "q_proj" in key else each
+        for key, each in tensors.items()
+    }
+    write(tmp_path, {**packed, "model.layers.0.self_attn.q_proj.scales": torch.ones(2)})
+    reconfigure(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4}, vocab_size=70)
+    assert told(tmp_path) == []
+
+
+def test_one_of_two_families_is_compared(tmp_path: Path) -> None:
+    """transformers takes the safetensors file."""
+    tensors = saved(tmp_path)
+    torch.save({f"module.{key}": each for key, each in tensors.items()}, tmp_path / "pytorch_model.bin")
+    assert load(tmp_path) == "complete"
     assert told(tmp_path) == []

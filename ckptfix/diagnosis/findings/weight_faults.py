@@ -13,6 +13,7 @@ class DeadWeights(UnusedKeys):
     """Weights behind a prefix that their class does not have.
 
     ``model``: that class, ``version``: of transformers. ``inner``: private wrappers are inside of the keys, too.
+    ``reason``: what else may load the keys, "" for nothing.
     """
 
     code = "dead-weights"
@@ -26,6 +27,7 @@ class DeadWeights(UnusedKeys):
     model: str
     version: str
     inner: bool = False
+    reason: str = ""
 
     effect: ClassVar[str] = "from_pretrained leaves {tensors} unused, and the weights random"
 
@@ -37,15 +39,14 @@ class DeadWeights(UnusedKeys):
         return KeyMap(remove=self.remove, inner=self.inner)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DoubtfulWeights(DeadWeights):
-    """The same where something else than ``from_pretrained`` may load the keys. ``reason``: what that is."""
+    """The same where something else than ``from_pretrained`` may load the keys."""
+
+    __slots__ = ()
 
     severity = Severity.NOTE
     action = Action.ASK
     option = "--allow dead-weights"
-
-    reason: str
 
     @property
     def advice(self) -> str:

@@ -6,7 +6,7 @@ and both are lines of a report. Another shape is a RuntimeError. All of that nee
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfix.checkpoint.architectures import (
@@ -34,6 +34,9 @@ from ckptfix.wording import count_of
 _BASE = ("base_model", "model")
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
 
+_Placed = tuple[str, str, str]
+"""A key of the class, its pattern in the table, and the key of the file."""
+
 _LONGEST_KEY = 500
 """Characters of a key beyond which it is not compared: no class has one of 250."""
 
@@ -51,10 +54,11 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     if not load.is_whole or not load.tensors or any(len(key) > _LONGEST_KEY for key in load.tensors):
         return _unchecked(load, "not all of its keys can be read")
     names = _Names(load, known)
-    findings = [*names.findings(), *_numbers(load, known, names.expected)]
+    placed = [*_placed(known, names.expected)]
+    findings = [*names.findings(), *_numbers(load, known, placed)]
     if "quantization_config" not in load.config:
         # Other methods pack the rows of a weight.
-        findings += _rows(load, known, names.expected)
+        findings += _rows(load, known, placed)
     is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
     return LoadVerdict(
         tuple(findings),
@@ -129,23 +133,33 @@ def _prefix(key: str) -> tuple[str, ...]:
 
 
 def _bare(key: str) -> str:
+    """Return a key without all that wrappers and PEFT add."""
     return without_private_wrappers(key).removeprefix(dotted(_prefix(key)))
 
 
-def _placed(known: Architecture, keys: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (key of the class, its pattern in the table, key of the file), of the keys that the table has."""
+def _placed(known: Architecture, keys: Mapping[str, str]) -> Iterator[_Placed]:
+    """Yield the keys that the table has."""
+    prefix = f"{known.prefix}."
     for name, key in keys.items():
-        for candidate in (name, f"{known.prefix}.{name}", name.removeprefix(f"{known.prefix}.")):
-            if (pattern := pattern_of(candidate)) in known.keys:
-                yield candidate, pattern, key
-                break
+        pattern = pattern_of(name)
+        if pattern in known.keys:
+            yield name, pattern, key
+        elif prefix + pattern in known.keys:
+            yield prefix + name, prefix + pattern, key
+        elif (base := pattern.removeprefix(prefix)) in known.keys:
+            yield name.removeprefix(prefix), base, key
 
 
-def _rows(load: Load, known: Architecture, keys: Mapping[str, str]) -> Iterator[Finding]:
+def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
     """Yield the findings about embeddings of other sizes than the config says."""
     wrong: dict[Follows, list[tuple[str, int, int]]] = defaultdict(list)
-    tied = {target for ties in known.ties.values() for target in ties}
-    for _, pattern, key in _placed(known, keys):
+    tied = {
+        target
+        for flag, ties in known.ties.items()
+        if known.is_tied(load.config, flag) is not False
+        for target in ties
+    }
+    for _, pattern, key in placed:
         shape = load.tensors[key].shape
         for dimension, has in enumerate(shape):
             follows = known.rows.get((pattern, dimension))
@@ -170,10 +184,10 @@ def _rows(load: Load, known: Architecture, keys: Mapping[str, str]) -> Iterator[
         )
 
 
-def _numbers(load: Load, known: Architecture, keys: Mapping[str, str]) -> Iterator[Finding]:
+def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
     """Yield the findings about layers, groups and experts that are not as many as the config says."""
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for name, pattern, _ in _placed(known, keys):
+    for name, pattern, _ in placed:
         segments, at_patterns = name.split("."), pattern.split(".")
         for at, segment in enumerate(at_patterns):
             group = ".".join(at_patterns[: at + 1])
