@@ -6,6 +6,7 @@ A finding is a value. ``str(finding)`` is the sentence a person reads; ``advice`
 from collections.abc import Mapping
 
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity, finding_lines, labelled, salvage_lines
+from ckptfix.diagnosis.findings.config_faults import MissingHead, QuantizationMismatch, UntiedWeights
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
     CrcMismatch,
@@ -111,6 +112,9 @@ CATALOGUE: tuple[type[Finding], ...] = (
     UntrainedAdapter,
     DeadWeights,
     MismatchedConfig,
+    UntiedWeights,
+    MissingHead,
+    QuantizationMismatch,
     WrongState,
     UnknownState,
     InconsistentGroups,
@@ -175,6 +179,7 @@ __all__ = [
     "MismatchedMoments",
     "MismatchedNames",
     "MissingFile",
+    "MissingHead",
     "MissingModel",
     "MissingMoments",
     "MissingRank",
@@ -185,6 +190,7 @@ __all__ = [
     "NotATensorFile",
     "OtherFormat",
     "PartlyReadIndex",
+    "QuantizationMismatch",
     "RelatedModels",
     "RoundedSteps",
     "Salvaged",
@@ -208,6 +214,7 @@ __all__ = [
     "UnsafePickle",
     "UnsavedFrozen",
     "UnsavedParameters",
+    "UntiedWeights",
     "UntrainedAdapter",
     "WrapperPrefix",
     "WrongState",

@@ -27,9 +27,12 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
         verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
     if of_models:
         from ckptfix.diagnosis.loads.pretrained_models import judge_pretrained
+        from ckptfix.diagnosis.loads.quantized_models import judge_quantized
+        from ckptfix.diagnosis.loads.ties import judge_ties
 
         # Of two families transformers takes one.
-        verdicts.append(judge_pretrained(min(of_models, key=_turn)))
+        load = min(of_models, key=_turn)
+        verdicts += (judge_pretrained(load), judge_ties(load), judge_quantized(load))
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
         unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),

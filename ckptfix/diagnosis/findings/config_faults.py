@@ -1,0 +1,178 @@
+"""Findings about a ``config.json`` that contradicts the weights: ties, heads and methods of quantization."""
+
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.wording import count_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntiedWeights(Finding):
+    """Two tensors with other values that the config ties.
+
+    ``key``: the one that a tie leaves out, ``source``: the one that has its values. ``flag``: the setting of the
+    config. ``model``, ``version``: the class of transformers that has the tie.
+    """
+
+    code = "untied-weights"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "`config.json` ties two weights, such as the head and the embedding, and the file has both with other values: "
+        "versions of transformers differ in what they make of them"
+    )
+
+    key: str
+    source: str
+    flag: str
+    model: str
+    version: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.key!r} and {self.source!r} differ, and {self.flag} ties them; {self.model} of "
+            f"transformers {self.version} loads both, transformers 4.57 overwrites {self.key!r}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice for each of the two that may be right."""
+        return (
+            f"if {self.key!r} was trained on its own: set {self.flag} to false in config.json\n"
+            f"if it is left over: load the model, assign {self.source!r} to {self.key!r}, and call save_pretrained"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingHead(Finding):
+    """A head that nothing ties, and that the files lack. ``model``, ``version``: as in ``UntiedWeights``.
+
+    ``key``: of its weight. ``flag``: the setting of the config that does not tie it, "" where no setting does.
+    """
+
+    code = "missing-head"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "a language model has no weights of its head, and its config does not tie the head to the embedding: "
+        "`from_pretrained` of transformers leaves the head random"
+    )
+
+    key: str
+    flag: str
+    model: str
+    version: str
+
+    def __str__(self) -> str:
+        why = f"{self.flag} is false" if self.flag else "nothing ties it"
+        return (
+            f"{self.path}: {self.key!r} is missing, and {why}; {self.model} of transformers {self.version} leaves the "
+            "head random"
+        )
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the model of the script, which may tie the head."""
+        return Resume.FAILS_IF_NEW
+
+    @property
+    def advice(self) -> str:
+        """Advice for a head that is tied and for one that is lost."""
+        if not self.flag:
+            return "copy the weights again from where they came"
+        return (
+            f"if the head was tied in the training: set {self.flag} to true in config.json; else copy the weights "
+            "again from where they came"
+        )
+
+
+class UnneededHead(MissingHead):
+    """The same where a ``save_state`` wrote the folder: the script's model may tie its head, whatever a config says."""
+
+    __slots__ = ()
+
+    severity = Severity.WARNING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationMismatch(Finding):
+    """Weights in the format of a method of quantization that the config does not name, or the other way round.
+
+    ``method``: that method, "" where the config names none. ``tensors``: how many are in its format, ``key``: the
+    first of them, or a key as the method has it. ``problem``: of the config, in words. ``effect``: of a load.
+    """
+
+    code = "quantization-mismatch"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "`config.json` names a method of quantization, and no tensor is in its format, or tensors are, and the config "
+        "names none: `from_pretrained` of transformers fails, or takes numbers for weights that are none"
+    )
+
+    method: str
+    tensors: int
+    key: str
+    effect: str
+
+    def __str__(self) -> str:
+        if self.tensors:
+            tensors = count_of(self.tensors, "tensor")
+            return (
+                f"{self.path}: {tensors} in the format of {self.method} (such as {self.key!r}), and config.json has no "
+                f"quantization_config; {self.effect}"
+            )
+        return (
+            f"{self.path}: config.json says {self.method}, and no tensor is in this format (expected keys like "
+            f"{self.key!r}); {self.effect}"
+        )
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the model of the script, which quantizes as the script says."""
+        return Resume.FAILS_IF_NEW if self.severity is Severity.ERROR else Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring config and weights of one save together."""
+        if self.tensors:
+            return "copy config.json from the save that quantized the weights, with its quantization_config"
+        return "if the weights are not quantized: delete quantization_config from config.json; else copy them again"
+
+
+class DoubtfulQuantization(QuantizationMismatch):
+    """The same where it depends on the version of transformers, or on the device, what a load makes of it."""
+
+    __slots__ = ()
+
+    severity = Severity.WARNING
+
+
+class ForeignQuantization(QuantizationMismatch):
+    """The same where the current transformers loads it, or a script does."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnnamedMethod(Finding):
+    """A ``quantization_config`` that names no method."""
+
+    code = QuantizationMismatch.code
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = QuantizationMismatch.meaning
+
+    def __str__(self) -> str:
+        return f"{self.path}: quantization_config has no quant_method, and from_pretrained of transformers fails on it"
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: the Trainer and load_state read no config."""
+        return Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice to complete or to delete it."""
+        return "copy config.json again from where it came; if the weights are not quantized: delete quantization_config"

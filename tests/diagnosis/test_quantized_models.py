@@ -1,0 +1,264 @@
+"""Quantized weights against the config: what transformers makes of each contradiction, and healthy folders of each."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from ckptfix import check
+from tests.repairs.builders import RANDOM_STATES
+from tests.tiny_models import load, reconfigure, tensors_of, tiny, write
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Tensors = dict[str, torch.Tensor]
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [8, 8],
+    "modules_to_not_convert": ["lm_head"],
+}
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
+BITS = {
+    bits: {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": bits == 4,
+        "load_in_8bit": bits == 8,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    for bits in (4, 8)
+}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+
+
+def projections(change: Callable[[str, torch.Tensor], Tensors]) -> Callable[[Tensors], Tensors]:
+    """Return what changes the weights of the projections, and leaves all others."""
+
+    def changed(tensors: Tensors) -> Tensors:
+        new: Tensors = {}
+        for key, each in tensors.items():
+            new |= change(key, each) if "_proj.weight" in key else {key: each}
+        return new
+
+    return changed
+
+
+def in_fp8(key: str, weight: torch.Tensor) -> Tensors:
+    rows, columns = weight.shape
+    blocks = weight.float().reshape(rows // 8, 8, columns // 8, 8)
+    scales = blocks.abs().amax((1, 3)) / 448
+    data = (blocks / scales[:, None, :, None]).reshape(rows, columns)
+    return {key: data.to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
+
+
+def packed(key: str, weight: torch.Tensor) -> Tensors:
+    rows, columns = weight.shape
+    stem = key.removesuffix("weight")
+    return {
+        f"{stem}qweight": torch.ones(columns // 8, rows, dtype=torch.int32),
+        f"{stem}qzeros": torch.ones(columns // 16, rows // 8, dtype=torch.int32),
+        f"{stem}scales": torch.ones(columns // 16, rows, dtype=torch.float16),
+    }
+
+
+def in_4_bits(key: str, weight: torch.Tensor) -> Tensors:
+    return {
+        key: torch.ones(weight.numel() // 2, 1, dtype=torch.uint8),
+        f"{key}.absmax": torch.ones(weight.numel() // 64 or 1),
+        f"{key}.quant_map": torch.ones(16),
+        f"{key}.quant_state.bitsandbytes__nf4": torch.ones(79, dtype=torch.uint8),
+    }
+
+
+def in_8_bits(key: str, weight: torch.Tensor) -> Tensors:
+    stem = key.removesuffix("weight")
+    return {
+        key: (weight * 100).round().to(torch.int8),
+        f"{stem}SCB": torch.ones(len(weight)),
+        f"{stem}weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+
+
+def in_mxfp4(tensors: Tensors) -> Tensors:
+    new: Tensors = {}
+    for key, each in tensors.items():
+        if "experts" in key and key.endswith("_proj"):
+            experts, rows, columns = each.shape
+            new[f"{key}_blocks"] = torch.ones(experts, columns, rows // 32, 16, dtype=torch.uint8)
+            new[f"{key}_scales"] = torch.full((experts, columns, rows // 32), 122, dtype=torch.uint8)
+        else:
+            new[key] = each
+    return new
+
+
+FORMATS: dict[str, tuple[Mapping[str, Any], Callable[[Tensors], Tensors]]] = {
+    "fp8": (FP8, projections(in_fp8)),
+    "mxfp4": (MXFP4, in_mxfp4),
+    "bnb 4": (BITS[4], projections(in_4_bits)),
+    "bnb 8": (BITS[8], projections(in_8_bits)),
+    "gptq": (GPTQ, projections(packed)),
+    "awq": (AWQ, projections(packed)),
+}
+
+
+def model(root: Path, name: str, *, configured: bool, quantized: bool) -> Path:
+    """Write a tiny model, in a format or plain, whose config names the method or none."""
+    config, change = FORMATS[name]
+    if name == "mxfp4":
+        small = tiny("GptOssForCausalLM", hidden_size=32, intermediate_size=32, layer_types=None)
+    else:
+        small = tiny("LlamaForCausalLM")
+    small.to(torch.bfloat16).save_pretrained(root)
+    if quantized:
+        write(root, change(tensors_of(root)))
+    if configured:
+        reconfigure(root, quantization_config=config)
+    return root
+
+
+def verdicts(root: Path) -> list[tuple[str, str]]:
+    """Return severity and message of each finding."""
+    findings = check(root).all_findings
+    assert {finding.code for finding in findings} <= {"quantization-mismatch"}
+    return [(finding.severity.value, str(finding)) for finding in findings]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_config_that_names_the_format_of_the_weights_is_healthy(name: str, tmp_path: Path) -> None:
+    root = model(tmp_path, name, configured=True, quantized=True)
+    assert verdicts(root) == []
+    if name in ("fp8", "mxfp4"):
+        assert load(root) == "complete"
+
+
+UNNAMED = {
+    "fp8": ("0 random, 14 unused", "takes the weights without their scales"),
+    "mxfp4": ("4 random, 8 unused", "leaves the experts random"),
+    "bnb 4": ("RuntimeError", "fails with 'size mismatch'"),
+    "bnb 8": ("0 random, 28 unused", "takes the 8-bit numbers for weights"),
+    "gptq": ("14 random, 42 unused", "leaves these layers random"),
+    "awq": ("14 random, 42 unused", "leaves these layers random"),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_quantized_weights_under_a_config_that_names_no_method(name: str, tmp_path: Path) -> None:
+    root = model(tmp_path, name, configured=False, quantized=True)
+    outcome, words = UNNAMED[name]
+    assert load(root) == outcome
+    ((severity, message),) = verdicts(root)
+    assert severity == "error"
+    assert words in message
+    # A script that quantizes its model may keep the config of its base next to a save_state.
+    (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    assert [severity for severity, _ in verdicts(root)] == ["note"]
+
+
+PLAIN = {
+    "fp8": ("warning", "complete"),
+    "mxfp4": ("note", "complete"),
+    "bnb 4": ("error", ""),
+    "bnb 8": ("warning", ""),
+    "gptq": ("error", "ImportError"),
+    "awq": ("error", "ImportError"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_weights_under_a_config_that_names_a_method(name: str, tmp_path: Path) -> None:
+    root = model(tmp_path, name, configured=True, quantized=False)
+    severity, outcome = PLAIN[name]
+    assert [severity for severity, _ in verdicts(root)] == [severity]
+    if outcome:
+        assert load(root) == outcome
+
+
+def test_on_a_gpu_plain_weights_under_fp8_have_no_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU the quantizer asks for a load in full precision, so that plain weights load."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
+    assert load(model(tmp_path, "fp8", configured=True, quantized=False)) == "14 random, 0 unused"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_itself(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain = model(tmp_path / "plain", f"bnb {bits}", configured=False, quantized=False)
+    options = transformers.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    llama = transformers.LlamaForCausalLM
+    quantized = llama.from_pretrained(plain, quantization_config=options, device_map="cpu")
+    root = tmp_path / "quantized"
+    quantized.save_pretrained(root)
+    ids = torch.arange(8)[None]
+    llama.from_pretrained(root)(ids)
+    assert verdicts(root) == verdicts(plain) == []
+    config = json.loads((root / "config.json").read_text())["quantization_config"]
+    shutil.copytree(plain, tmp_path / "contradiction")
+    reconfigure(tmp_path / "contradiction", quantization_config=config)
+    with pytest.raises((AssertionError, AttributeError)):
+        llama.from_pretrained(tmp_path / "contradiction")(ids)
+    assert verdicts(tmp_path / "contradiction")
+    reconfigure(root, quantization_config=None)
+    assert load(root) == ("RuntimeError" if bits == 4 else "0 random, 28 unused")
+    assert [severity for severity, _ in verdicts(root)] == ["error"]
+
+
+NOT_JUDGED: dict[str, Callable[[Path], object]] = {
+    "a method of another format": lambda root: reconfigure(
+        root, quantization_config={"quant_method": "aqlm", "nbits_per_codebook": 16}
+    ),
+    "code of its own": lambda root: reconfigure(root, auto_map={"AutoModel": "modeling.Model"}),
+    "a part of the model": lambda root: reconfigure(
+        root, text_config={"quantization_config": {"quant_method": "gptq"}}
+    ),
+    "another part": lambda root: reconfigure(root, vision_config={"quantization_config": FP8}),
+    "an older setting": lambda root: reconfigure(root, compression_config={}),
+    "the config of AutoGPTQ": lambda root: (root / "quantize_config.json").write_text('{"bits": 4}'),
+    "that of modelopt": lambda root: (root / "hf_quant_config.json").write_text('{"producer": {}}'),
+    "a list": lambda root: reconfigure(root, quantization_config=[1]),
+    "a text": lambda root: reconfigure(root, quantization_config="gptq"),
+    "a number as a method": lambda root: reconfigure(root, quantization_config={"quant_method": [4]}),
+}
+
+
+@pytest.mark.parametrize("what", NOT_JUDGED)
+def test_what_is_not_judged(what: str, tmp_path: Path) -> None:
+    root = model(tmp_path, "gptq", configured=False, quantized=True)
+    NOT_JUDGED[what](root)
+    assert verdicts(root) == []
+
+
+def test_an_unknown_method_is_said_not_to_be_checked(tmp_path: Path) -> None:
+    root = model(tmp_path, "gptq", configured=False, quantized=False)
+    reconfigure(root, quantization_config={"quant_method": "aqlm"})
+    assert any("its method 'aqlm' is not known here" in words for words in check(root).not_checked)
+
+
+def test_a_quantization_without_a_method(tmp_path: Path) -> None:
+    root = model(tmp_path, "gptq", configured=False, quantized=False)
+    reconfigure(root, quantization_config={})
+    assert load(root) == "ValueError"
+    ((severity, message),) = verdicts(root)
+    assert (severity, message.partition(",")[0]) == (
+        "error",
+        "config.json: quantization_config has no quant_method",
+    )
+
+
+def test_a_cast_to_fp8_alone_is_healthy(tmp_path: Path) -> None:
+    root = model(tmp_path, "fp8", configured=False, quantized=False)
+    cast = {key: each.to(torch.float8_e4m3fn) for key, each in tensors_of(root).items() if "_proj" in key}
+    write(root, tensors_of(root) | cast)
+    assert load(root) == "complete"
+    assert verdicts(root) == []

@@ -1,0 +1,155 @@
+"""Ties and heads against the config: what transformers makes of a contradiction, and healthy models of many classes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from ckptfix import check
+from tests.repairs.builders import RANDOM_STATES
+from tests.sampling import sampled
+from tests.tiny_models import load, reconfigure, tensors_of, tiny, write
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CODES = {"untied-weights", "missing-head"}
+
+
+def llama(root: Path, *, tied: bool, **settings: object) -> dict[str, torch.Tensor]:
+    tiny("LlamaForCausalLM", tie_word_embeddings=tied, **settings).save_pretrained(root)
+    return tensors_of(root)
+
+
+def verdicts(root: Path, *, data: bool = False) -> list[tuple[str, str]]:
+    findings = check(root, data=data).all_findings
+    return [(finding.severity.value, finding.code) for finding in findings if finding.code in CODES]
+
+
+def loaded(root: Path) -> dict[str, torch.Tensor]:
+    model = transformers.LlamaForCausalLM.from_pretrained(root)
+    return {HEAD: model.lm_head.weight.detach(), EMBEDDING: model.model.embed_tokens.weight.detach()}
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_two_weights_that_differ_and_are_tied(is_said: bool, tmp_path: Path) -> None:
+    name = "LlamaForCausalLM" if is_said else "GemmaForCausalLM"
+    tiny(name, tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    assert HEAD not in tensors
+    assert verdicts(tmp_path) == []
+    write(tmp_path, {**tensors, HEAD: tensors[EMBEDDING]})
+    assert verdicts(tmp_path) == verdicts(tmp_path, data=True) == []
+    write(tmp_path, {**tensors, HEAD: tensors[EMBEDDING] + 1})
+    if is_said:
+        pair = loaded(tmp_path)
+        assert torch.equal(pair[HEAD], pair[EMBEDDING] + 1)
+    assert verdicts(tmp_path) == [("warning", "untied-weights")]
+    (finding,) = (each for each in check(tmp_path).findings if each.code == "untied-weights")
+    assert str(finding).startswith(
+        f"model.safetensors: {HEAD!r} and {EMBEDDING!r} differ, and tie_word_embeddings ties them"
+    )
+    reconfigure(tmp_path, tie_word_embeddings=False)
+    assert verdicts(tmp_path) == []
+
+
+def test_a_difference_beyond_the_samples_needs_data(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=True, vocab_size=512)
+    head = tensors[EMBEDDING].clone()
+    head[-1, -1] += 1
+    write(tmp_path, {**tensors, HEAD: head})
+    assert head.nbytes > 1 << 12
+    assert verdicts(tmp_path) == []
+    assert verdicts(tmp_path, data=True) == [("warning", "untied-weights")]
+
+
+def test_a_tie_in_torch_files_is_one_storage(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=True)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**tensors, HEAD: tensors[EMBEDDING]}, tmp_path / "pytorch_model.bin")
+    assert verdicts(tmp_path) == []
+    torch.save({**tensors, HEAD: tensors[EMBEDDING] * 2}, tmp_path / "pytorch_model.bin")
+    assert verdicts(tmp_path) == [("warning", "untied-weights")]
+
+
+def test_a_head_that_nothing_ties_and_nobody_saved(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False)
+    assert verdicts(tmp_path) == []
+    del tensors[HEAD]
+    write(tmp_path, tensors)
+    assert load(tmp_path) == "1 random, 0 unused"
+    assert verdicts(tmp_path) == [("error", "missing-head")]
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    assert verdicts(tmp_path) == [("warning", "missing-head")]
+    (tmp_path / "random_states_0.pkl").unlink()
+    reconfigure(tmp_path, tie_word_embeddings=True)
+    assert load(tmp_path) == "complete"
+    assert verdicts(tmp_path) == []
+
+
+def test_a_setting_that_is_left_out_is_the_default_of_its_version_alone(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False)
+    del tensors[HEAD]
+    write(tmp_path, tensors)
+    path = tmp_path / "config.json"
+    text = path.read_text()
+    assert '"tie_word_embeddings": false' in text
+    path.write_text(text.replace('"tie_word_embeddings"', '"other"'))
+    assert verdicts(tmp_path) == [("error", "missing-head")]
+    reconfigure(tmp_path, transformers_version="4.40.0")
+    assert verdicts(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [None, "false", 0, [False], {"a": 1}])
+def test_a_setting_that_is_none(value: object, tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False)
+    del tensors[HEAD]
+    write(tmp_path, tensors)
+    reconfigure(tmp_path, tie_word_embeddings=value)
+    assert verdicts(tmp_path) == []
+
+
+def test_a_base_model_under_the_name_of_the_class_with_the_head(tmp_path: Path) -> None:
+    """As of an embedding model: ``AutoModel`` loads it, and needs no head."""
+    tensors = llama(tmp_path, tied=False)
+    del tensors[HEAD]
+    write(tmp_path, {key.removeprefix("model."): each for key, each in tensors.items()})
+    assert load(tmp_path) == "1 random, 0 unused"
+    transformers.LlamaModel.from_pretrained(tmp_path)
+    assert verdicts(tmp_path) == []
+
+
+def test_a_head_behind_a_prefix_or_quantized_is_there(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False)
+    write(tmp_path, {f"module.{key}": each for key, each in tensors.items()})
+    assert verdicts(tmp_path) == []
+    head = tensors.pop(HEAD)
+    write(tmp_path, {**tensors, "lm_head.qweight": head.to(torch.int32), "lm_head.scales": head[0]})
+    assert verdicts(tmp_path) == []
+
+
+CLASSES = (
+    "AlbertForMaskedLM BartForConditionalGeneration BertForMaskedLM BertForPreTraining BloomForCausalLM "
+    "CohereForCausalLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM FalconForCausalLM "
+    "FunnelForMaskedLM Gemma2ForCausalLM GPT2LMHeadModel GPT2DoubleHeadsModel GPTNeoXForCausalLM GptOssForCausalLM "
+    "LlamaModel LlamaForSequenceClassification MarianMTModel MBartForConditionalGeneration MistralForCausalLM "
+    "MixtralForCausalLM MPNetForMaskedLM MT5ForConditionalGeneration OPTForCausalLM PegasusForConditionalGeneration "
+    "PhiForCausalLM Qwen2ForCausalLM Qwen3MoeForCausalLM RobertaForMaskedLM T5ForConditionalGeneration "
+    "UMT5ForConditionalGeneration XGLMForCausalLM XLMRobertaForMaskedLM MambaForCausalLM "
+    "Step3p7ForConditionalGeneration"
+)
+
+
+@pytest.mark.parametrize("tied", [True, False, None])
+@pytest.mark.parametrize("name", sampled(CLASSES.split()))
+def test_what_save_pretrained_writes_is_healthy(name: str, tied: bool | None, tmp_path: Path) -> None:
+    settings = {} if tied is None else {"tie_word_embeddings": tied}
+    model = tiny(name, **settings)
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path) == "complete"
+    assert verdicts(tmp_path) == []
+    # As older versions wrote it, and torch does: each tie under all of its keys.
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert verdicts(tmp_path) == []
