@@ -16,6 +16,8 @@ from dataclasses import field
 from enum import Enum
 from itertools import combinations, takewhile
 from pathlib import Path
+from threading import Event, Lock, Timer
+from typing import IO
 
 from ckptfix.dataclass import dataclass
 
@@ -34,6 +36,7 @@ _SMI_PATIENCE = 20.0
 """Seconds for nvidia-smi, which is slow without persistence mode and hangs when the driver does."""
 
 _AFTER_KILL = 5.0  # seconds
+_AT_END = 0.2  # seconds
 _MAX_OUTPUT = 1 << 20
 
 
@@ -329,11 +332,103 @@ def run_limited(command: Sequence[str], seconds: float) -> Ended:
                 status = process.wait(seconds)
         finally:
             if status is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_AFTER_KILL)
         return Ended(status=status, limit=seconds, out=_tail(out.fileno()), err=_tail(err.fileno()))
+
+
+class ChildEnded(Exception):
+    """A child gave no answer; the message says why."""
+
+
+class Child:
+    """A process of our own that answers lines with lines, for as long as questions come.
+
+    It starts with the first one: the import of torch and transformers takes 5 s, an answer 0.1 s. Several threads may
+    ask; each waits for those before it. A process that does not answer in time is killed, and the next question starts
+    another one. ``seconds``: for an answer.
+    """
+
+    def __init__(self, command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> None:
+        self._command, self._seconds, self._environment = command, seconds, environment
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+
+    def ask(self, question: bytes) -> bytes:
+        """Return the line that answers a line. Raises ChildEnded where none comes, OSError where no process starts."""
+        with self._lock:
+            has_answered = self._process is not None
+            try:
+                return self._ask(question)
+            except ChildEnded:
+                # What it kept of the questions before may have taken its memory.
+                if not has_answered:
+                    raise
+                return self._ask(question)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end(is_late=True)
+
+    def _ask(self, question: bytes) -> bytes:
+        if self._process is None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                env=self._environment, start_new_session=True,
+            )  # fmt: skip
+        process, late = self._process, Event()
+
+        def stop() -> None:
+            late.set()
+            _kill(process)
+
+        timer = Timer(self._seconds, stop)
+        timer.start()
+        answer = b""
+        ended: Ended | None = None
+        try:
+            with suppress(BrokenPipeError):
+                assert process.stdin is not None
+                process.stdin.write(question + b"\n")
+                process.stdin.flush()
+            assert process.stdout is not None
+            answer = process.stdout.readline()
+        finally:
+            timer.cancel()
+            if not answer.endswith(b"\n"):
+                ended = self._end(is_late=late.is_set())
+        if ended is not None:
+            raise ChildEnded(ended.problem or "it ended early")
+        return answer
+
+    def _end(self, *, is_late: bool = False) -> Ended | None:
+        """End the process, and return how it ended where it had done so before. ``is_late``: it was killed."""
+        process, errors = self._process, self._errors
+        self._process = self._errors = None
+        if process is None or errors is None:
+            return None
+        # One that closed its pipe is about to end: its own status says why.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0 if is_late else _AT_END)
+        _kill(process)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_AFTER_KILL)
+        said = _tail(errors.fileno())
+        for pipe in (process.stdin, process.stdout, errors):
+            with suppress(OSError):  # what was not written when it ended
+                if pipe is not None:
+                    pipe.close()
+        status = None if is_late else process.returncode
+        return Ended(status=status, limit=self._seconds, out="", err=said)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(descriptor: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.hardware import Bus, Distance, nvlinks, read_bus, read_machine, run_limited
+from ckptfix.hardware import Bus, Child, ChildEnded, Distance, nvlinks, read_bus, read_machine, run_limited
 
 HOST = "sys/devices/pci0000:00"
 SWITCH = f"{HOST}/0000:00:01.0/0000:01:00.0"
@@ -222,3 +222,34 @@ def _runs(process: int) -> bool:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+ANSWERS = """
+import os, sys, time
+count = 0
+for line in sys.stdin:
+    count += 1
+    word = line.strip()
+    if word == "die" or (word == "die later" and count > 1):
+        os._exit(7)
+    if word == "abort":
+        sys.stderr.write("out of memory\\n")
+        sys.exit(5)
+    if word == "sleep":
+        time.sleep(60)
+    print(f"{count} {word}", flush=True)
+"""
+
+
+def test_a_child_answers_and_is_started_again() -> None:
+    child = Child((sys.executable, "-c", ANSWERS), 2.0, os.environ)
+    assert child.ask(b"one") == b"1 one\n"
+    assert child.ask(b"two") == b"2 two\n"
+    # What the questions before have cost it may be why: a new one answers.
+    assert child.ask(b"die later") == b"1 die later\n"
+    for word, why in (("die", "status 7"), ("abort", "out of memory"), ("sleep", "no answer in 2 s")):
+        with pytest.raises(ChildEnded, match=why):
+            child.ask(word.encode())
+    assert child.ask(b"three") == b"1 three\n"
+    child.close()
+    child.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 
@@ -30,6 +30,10 @@ from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, line, series
 
+if TYPE_CHECKING:
+    # A check without --load must start quickly.
+    from ckptfix.diagnosis.loads.outcome import Loaders
+
 
 @click.command(
     "check",
@@ -47,6 +51,12 @@ from ckptfix.wording import Line, line, series
 @click.option(
     "--data", is_flag=True, help="Read every byte of look-alikes, and compare the checksums inside of files."
 )
+@click.option(
+    "--load",
+    "loads",
+    is_flag=True,
+    help="Ask the installed transformers, PEFT or diffusers what they load. Reads no tensor, runs no remote code.",
+)
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(
     "--verbose",
@@ -61,7 +71,13 @@ from ckptfix.wording import Line, line, series
     help="As --quiet, each path unquoted and with a NUL behind it: for xargs -0.",
 )
 def check_command(
-    paths: tuple[str, ...], data: bool, recursive: bool, verbose: bool, null: bool, report: Report
+    paths: tuple[str, ...],
+    data: bool,
+    loads: bool,
+    recursive: bool,
+    verbose: bool,
+    null: bool,
+    report: Report,
 ) -> int:
     """Find what is wrong with checkpoints.
 
@@ -71,12 +87,20 @@ def check_command(
     if report.quiet and verbose:
         raise click.UsageError(f"--verbose and --{'null' if null else 'quiet'} contradict each other")
     with ExitStack() as images:
-        return _check_all(paths, data, recursive, verbose, null, report, images)
+        loaders = images.enter_context(_loaders()) if loads else None
+        return _check_all(paths, data, loaders, recursive, verbose, null, report, images)
+
+
+def _loaders() -> "Loaders":
+    from ckptfix.diagnosis.loads.outcome import Loaders
+
+    return Loaders()
 
 
 def _check_all(
     paths: tuple[str, ...],
     data: bool,
+    loaders: "Loaders | None",
     recursive: bool,
     verbose: bool,
     null: bool,
@@ -92,7 +116,14 @@ def _check_all(
         runs.begin(Path(path))
         with made(path) as place:
             near = siblings if recursive else ()
-            result = check(place, data=data, siblings=near, resumes=True, progress=control.go_on)
+            result = check(
+                place,
+                data=data,
+                siblings=near,
+                resumes=True,
+                load=loaders or False,
+                progress=control.go_on,
+            )
             runs.end(Path(path), Path(place), result.status)
         if recursive:  # models below have a report of their own
             result = result.alone()
@@ -129,7 +160,7 @@ def _check_all(
         return report.break_off(error)
     below.report_unheld(report, batch)
     if batch.is_of_many:
-        options = ("--data",) * data + ("-r",) * recursive
+        options = ("--data",) * data + ("--load",) * (loaders is not None) + ("-r",) * recursive
         details = "" if verbose or report.is_annotated else check_verbosely(paths, *options)
         report.show(batch.lines(VERDICTS, details=details))
     summary: dict[str, object] = (
@@ -320,5 +351,9 @@ def _annotations(result: CheckReport) -> Iterator[Annotation]:
             sentences.append(f"next: {command('repair', result.path)}")
         words = "; ".join(filter(None, sentences))
         yield Annotation(finding.severity, words, result.folder.root / finding.path, finding.code)
+    for outcome in result.all_load:
+        if outcome.status:
+            words = "; ".join(str(text).strip() for text in outcome.lines())
+            yield Annotation(Severity.ERROR, words, result.folder.root / outcome.path)
     for words in result.all_unfinished:
         yield Annotation(Severity.ERROR, f"could not finish: {words}", result.path)

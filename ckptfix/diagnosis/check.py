@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import field, replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.downloads import half_downloads
@@ -57,6 +57,10 @@ from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line, unchecked_lines
 
+if TYPE_CHECKING:
+    # A check without load=True must start quickly.
+    from ckptfix.diagnosis.loads.outcome import Loaders, LoadOutcome
+
 GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
@@ -65,6 +69,9 @@ _SPARED = "local headers of records in torch zip files and .distcp files of a st
 _OF_FOLDER = ("other files next to it", "digests in ")
 """Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
 
+
+_BY_A_LOAD = "ckptfix check --load"
+"""The command in a sentence about what a load by the library shows."""
 
 _DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS = (
     "damaged", "with warnings", "not finished", "without weights", "staging", "not resumable", "clean",
@@ -79,12 +86,12 @@ class CheckReport(Printable, Serialized):
     ``not_checked``: the omitted checks, in words. ``unfinished``: files that may not be read, which may be
     healthy or damaged, with the command that allows it. ``below``: the reports of the sub-folders that hold
     models of the checkpoint, such as ``unet``. ``not_resumable``: why ``latest_checkpoint`` passes over a numbered
-    checkpoint, where no finding says it.
+    checkpoint, where no finding says it. ``load``: the answers of the libraries that load it, where they were asked.
     """
 
     json_keys: ClassVar = (
         "path status verdict counts understood components=_components sharded=_sharded deepspeed=_deepspeed "
-        "findings not_checked below? unfinished not_resumable?"
+        "findings not_checked below? unfinished not_resumable? load?=_load"
     )
 
     path: Path
@@ -97,11 +104,24 @@ class CheckReport(Printable, Serialized):
     below: tuple["CheckReport", ...] = ()
     understood: Understood = field(default_factory=Understood)
     not_resumable: str = ""
+    load: "tuple[LoadOutcome, ...]" = ()
 
     @property
     def status(self) -> int:
-        """Exit status: 3 where a file may not be read, else 1 for any error or warning. Notes do not change it."""
-        return 3 if self.all_unfinished else status_of(self.all_findings)
+        """Exit status: 3 where a file may not be read, or no library says what it loads, else 1 for any error or
+        warning, or a load that is not the model that was saved. Notes do not change it.
+        """
+        of_findings = 3 if self.all_unfinished else status_of(self.all_findings)
+        return max((of_findings, *(outcome.status for outcome in self.all_load)))
+
+    @property
+    def all_load(self) -> "tuple[LoadOutcome, ...]":
+        """The outcomes of the folder and of the models below, by their paths from the folder."""
+        return self.load + tuple(
+            outcome._replace(path=f"{report.path.relative_to(self.path)}/{outcome.path}")
+            for report in self.below
+            for outcome in report.all_load
+        )
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
@@ -140,6 +160,8 @@ class CheckReport(Printable, Serialized):
                 return _STAGING
             return _NOT_RESUMABLE if self.not_resumable else CLEAN
         if any(finding.severity is Severity.ERROR for finding in self.all_findings):
+            return _DAMAGED
+        if any(outcome.status == 1 for outcome in self.all_load):
             return _DAMAGED
         return _WARNED if status_of(self.all_findings) else UNFINISHED
 
@@ -180,11 +202,14 @@ class CheckReport(Printable, Serialized):
             for severity in Severity
             if counts[f"{severity.value}s"]
         ]
+        of_loads = [outcome.headline for outcome in (self.load if is_below else self.all_load)]
         if self.all_unfinished:
             found.insert(0, "could not finish")
-        elif not (counts["errors"] or counts["warnings"] or is_below):
+        elif not (counts["errors"] or counts["warnings"] or is_below or any(of_loads)):
             found.insert(0, "no error found")
-        colour = "red" if counts["errors"] else "yellow" if self.status else "green"
+        found += dict.fromkeys(filter(None, of_loads))
+        is_lost = any(outcome.status == 1 for outcome in self.all_load)
+        colour = "red" if counts["errors"] or is_lost else "yellow" if self.status else "green"
         numbers = "no files of a checkpoint"
         if counts["files"]:
             tensors, size = count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
@@ -228,8 +253,10 @@ class CheckReport(Printable, Serialized):
             yield line(
                 f"  not resumable: latest_checkpoint passes over it: {self.not_resumable}", colour="yellow"
             )
+        for outcome in self.load:
+            yield from outcome.lines()
         for report in self.below:
-            if report.all_findings or report.all_unfinished:
+            if report.all_findings or report.all_unfinished or report.all_load:
                 yield from report.verdict_lines(is_below=True)
         salvages = list(salvage_lines(self.findings, str(self.path)))
         if any(finding.is_fixable for finding in self.findings) and not self.unfinished:
@@ -237,6 +264,10 @@ class CheckReport(Printable, Serialized):
             salvages.append(line(f"{'then' if salvages else 'next'}: {command('repair', self.path)}"))
         yield from unfinished_lines(self.unfinished)
         yield from salvages
+
+    @property
+    def _load(self) -> list[dict[str, object]]:
+        return [{**outcome._asdict(), "status": outcome.status} for outcome in self.load]
 
     def _components(self) -> list[dict[str, object]]:
         keys = "path role index=name.index rank=name.rank bytes=size tensors=tensors.__len__"
@@ -265,6 +296,7 @@ def check(
     data: bool = False,
     siblings: Siblings | Iterable[str | os.PathLike[str]] = (),
     resumes: bool = False,
+    load: "bool | Loaders" = False,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Find the problems of a checkpoint folder or file.
@@ -273,15 +305,23 @@ def check(
     those, and checks every checksum. The names in the checkpoints of the same run, next to this one, show what is
     missing here. ``siblings``: other checkpoints that may be of the run, for names that no library gives, such as
     ``x_3``; with them, tensors are compared with those of the checkpoint before. ``resumes``: also report why
-    ``latest_checkpoint`` passes over it. ``progress`` is called with numbers of bytes.
+    ``latest_checkpoint`` passes over it. ``load``: also ask transformers, PEFT or diffusers what they load, in a process
+    of their own that reads no tensor; or the ``Loaders`` that ask them. ``progress`` is called with numbers of bytes.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
     others = siblings if isinstance(siblings, Siblings) else list(siblings)
     grouped = others if isinstance(others, Siblings) else Siblings(others)
-    return _checked(
-        find_target(path), grouped, data=data, resumes=resumes, of_run=bool(others), progress=progress
+    target = find_target(path)
+    checked = partial(
+        _checked, target, grouped, data=data, resumes=resumes, of_run=bool(others), progress=progress
     )
+    if load is True:
+        from ckptfix.diagnosis.loads.outcome import Loaders
+
+        with Loaders() as loaders:
+            return checked(loaders=loaders)
+    return checked(loaders=load or None)
 
 
 def _checked(
@@ -292,6 +332,7 @@ def _checked(
     data: bool = False,
     resumes: bool = False,
     of_run: bool = False,
+    loaders: "Loaders | None" = None,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Return the report of ``check``.
@@ -316,7 +357,14 @@ def _checked(
             and not (target.only is None and lists_models(target.root))
         ):
             if (inner := nested_checkpoint(folder)) is not None:
-                report = check(inner, data=data, siblings=siblings, resumes=resumes, progress=progress)
+                report = check(
+                    inner,
+                    data=data,
+                    siblings=siblings,
+                    resumes=resumes,
+                    load=loaders or False,
+                    progress=progress,
+                )
                 misplaced = _nested(target.root, inner)
                 return replace(report, findings=(*misplaced, *report.findings)) if misplaced else report
             ensure_checkpoint(folder)
@@ -325,7 +373,7 @@ def _checked(
             folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND, neighbours=near
         )
     lacking = bare.beyond(diagnosis.findings) if bare is not None else missing_here(target, diagnosis, near)
-    below = tuple(models_below(diagnosis, data=data, progress=progress))
+    below = tuple(models_below(diagnosis, data=data, loaders=loaders, progress=progress))
     of_hooks = diagnose_hook_models(
         folder,
         diagnosis.sharded,
@@ -343,10 +391,18 @@ def _checked(
     omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
     omitted += of_hooks.unchecked
     downloads = tuple(half_downloaded(target.root, halves, [report.path for report in below]))
+    load: tuple[LoadOutcome, ...] = ()
+    of_headers = diagnosis.findings
+    if loaders is not None:
+        is_asked_below = any(report.all_load for report in below) and not diagnosis.groups
+        load, of_headers = loaders.judged(folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below)
+        if load and not any(outcome.unchecked for outcome in load):
+            omitted = [words for words in omitted if _BY_A_LOAD not in words]
+        omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
     findings = (
         *pending,
         *lacking,
-        *diagnosis.findings,
+        *of_headers,
         *(diagnose_stale_saves(folder, diagnosis.sharded, near, data=data) if of_run else ()),
         *of_hooks.findings,
         *downloads,
@@ -367,6 +423,7 @@ def _checked(
         below=below,
         understood=understand(diagnosis),
         not_resumable=_not_resumable(target, findings) if resumes else "",
+        load=load,
     )
 
 
@@ -532,7 +589,11 @@ def _told_of(finding: Finding) -> tuple[str, ...]:
 
 
 def models_below(
-    diagnosis: Diagnosis, *, data: bool = False, progress: Progress | None = None
+    diagnosis: Diagnosis,
+    *,
+    data: bool = False,
+    loaders: "Loaders | None" = None,
+    progress: Progress | None = None,
 ) -> Iterator[CheckReport]:
     """Yield the reports of the models in sub-folders. Raises OSError."""
     folder = diagnosis.folder
@@ -547,7 +608,7 @@ def models_below(
         if not may_hold_weights(folder.root / where):
             continue
         with suppress(UsageError):  # it holds no file of a checkpoint
-            yield check(folder.root / where, data=data, progress=progress)
+            yield check(folder.root / where, data=data, load=loaders or False, progress=progress)
 
 
 def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:

@@ -1,0 +1,375 @@
+"""A load as the installed transformers, PEFT or diffusers makes it, on the meta device: no byte of a tensor is read.
+
+The library gets configs, and tensors without bytes that have the dtypes and shapes of a file's header. Code of a
+checkpoint is never run, and nothing is downloaded.
+"""
+
+import ast
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY
+from ckptfix.checkpoint.model_configs import ADAPTER, read_config
+from ckptfix.devices.reload.outputs import ANYTHING, in_words
+from ckptfix.diagnosis.loads.outcome import MEMORY, Asked, LoadOutcome, Mismatch
+from ckptfix.wording import count_of, human_size
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "C128": torch.complex128, "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+}  # fmt: skip
+
+_OF_META = re.compile(r"\bmeta\b|data-dependent|FakeTensor", re.IGNORECASE)
+"""Errors that a load with bytes does not have."""
+
+NEEDS_MORE = "it needs more memory"
+
+
+class Unchecked(Exception):
+    """There is no answer; the message says why."""
+
+
+def ask(asked: Asked) -> LoadOutcome:
+    """Return what the installed library makes of a load. Whatever a config holds, nothing is raised."""
+    answer = LoadOutcome(path=asked.path, library=asked.library, tensors=len(asked.tensors))
+    try:
+        library = _imported(asked.library)
+        answer = answer._replace(library=f"{asked.library} {library.__version__}")
+        tensors = {key: _meta(key, *about) for key, about in asked.tensors.items()}
+        with tempfile.TemporaryDirectory(prefix="ckptfix-") as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, config in asked.configs.items():
+                Path(folder, name).write_text(json.dumps(config), encoding="utf-8")
+            return _LOADS[asked.library](library, asked, tensors, Path(folder), answer)
+    except Unchecked as error:
+        return answer._replace(unchecked=str(error))
+    except ANYTHING as error:  # a config's values are looked at by the library's own code
+        if isinstance(error, MemoryError):
+            return answer._replace(unchecked=f"{NEEDS_MORE} than {human_size(MEMORY)}")
+        if isinstance(error, RecursionError | ImportError | OSError) or _OF_META.search(str(error)):
+            return answer._replace(unchecked=in_words(error))
+        return answer._replace(refused=in_words(error))
+
+
+def _imported(library: str) -> Any:
+    try:
+        return import_module(library)
+    except ImportError:
+        raise Unchecked(f"{library} is not installed") from None
+
+
+def _meta(key: str, dtype: str, shape: Iterable[int]) -> torch.Tensor:
+    if dtype not in _DTYPES:
+        raise Unchecked(f"torch {torch.__version__} has no dtype {dtype} ({key})")
+    return torch.empty(tuple(shape), dtype=_DTYPES[dtype], device="meta")
+
+
+def _of_transformers(
+    library: Any, asked: Asked, tensors: dict[str, torch.Tensor], folder: Path, answer: LoadOutcome
+) -> LoadOutcome:
+    config = asked.configs[CONFIG_OF_LIBRARY["transformers"]]
+    cls = _class_of_transformers(library, config)
+    if ADAPTER in asked.configs:
+        raise Unchecked(f"{ADAPTER} lies next to it, and from_pretrained loads the base that it names")
+    if config.get("transformers_weights"):
+        raise Unchecked("config.json names the file with the weights itself (transformers_weights)")
+    answer = answer._replace(loads=cls.__name__)
+    model, info = cls.from_pretrained(
+        None, config=_config_of(cls, folder), state_dict=tensors, device_map={"": "meta"},
+        ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True, trust_remote_code=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+    refused = "; ".join(map(str, [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]))
+    outcome = answer._replace(
+        missing=tuple(sorted(info["missing_keys"])),
+        unexpected=tuple(sorted(info["unexpected_keys"])),
+        mismatched=_mismatches(info["mismatched_keys"]),
+        refused=refused,
+        unknown=tuple(_unknown(model, config, tensors)),
+    )
+    if config.get("quantization_config") and outcome.status:
+        raise Unchecked(
+            "quantized weights: without a device their layers are not made as for a load onto one"
+        )
+    return outcome
+
+
+def _ensure_own_code(config: Mapping[str, Any], name: str) -> None:
+    if "auto_map" in config:
+        raise Unchecked(f"{name} needs code from the folder (auto_map), which is never run")
+
+
+def _class_of_transformers(library: Any, config: Mapping[str, Any]) -> Any:
+    _ensure_own_code(config, "config.json")
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        raise Unchecked("config.json names no class (architectures)")
+    cls: Any = getattr(library, name, None)
+    if not _is_model(cls, library.PreTrainedModel) or cls.config_class is None:
+        raise Unchecked(f"transformers {library.__version__} has no model class {name}")
+    return cls
+
+
+def _is_model(cls: object, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base)
+
+
+def _config_of(cls: Any, folder: Path) -> Any:
+    """Return the config of a class as its ``from_pretrained`` reads it."""
+    return cls.config_class.from_pretrained(str(folder), local_files_only=True)
+
+
+def _mismatches(mismatched: Iterable[Any]) -> tuple[Mismatch, ...]:
+    return tuple(
+        Mismatch(str(key), tuple(shape), tuple(expected))
+        for key, shape, expected in sorted(mismatched, key=str)
+    )
+
+
+def _unknown(model: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield in words what only bytes, or a device, would show."""
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = [
+        f"{target} and {source}" for target, source in ties.items() if {target, source} <= tensors.keys()
+    ]
+    if pairs:
+        yield f"whether {pairs[0]} are equal, which the config ties ({count_of(len(pairs), 'pair')})"
+    if any("Converter" in type(rule).__name__ for rule in getattr(model, "_weight_conversions", None) or ()):
+        yield "values of the weights that transformers merges or splits while it loads them"
+    if config.get("quantization_config"):
+        yield "whether a device that the quantization needs loads the same"
+
+
+def _of_diffusers(
+    library: Any, asked: Asked, tensors: dict[str, torch.Tensor], folder: Path, answer: LoadOutcome
+) -> LoadOutcome:
+    from diffusers.models import model_loading_utils, modeling_utils
+
+    config = asked.configs[CONFIG_OF_LIBRARY["diffusers"]]
+    _ensure_own_code(config, "config.json")
+    name = str(config.get("_class_name"))
+    cls: Any = getattr(library, name, None)
+    if not _is_model(cls, library.ModelMixin):
+        raise Unchecked(f"diffusers {library.__version__} has no model class {name}")
+    answer = answer._replace(loads=name)
+    # It looks for the files itself, and prepares the keys of a single one alone.
+    if asked.path.endswith(".json"):
+        shard = asked.path.removesuffix(".index.json")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+        Path(folder, asked.path).write_text(json.dumps(index), encoding="utf-8")
+        Path(folder, shard).touch()
+    else:
+        Path(folder, asked.path).touch()
+    with (
+        patch.object(modeling_utils, "load_state_dict", lambda *_, **__: dict(tensors)),
+        patch.object(model_loading_utils, "load_state_dict", lambda *_, **__: dict(tensors)),
+    ):
+        _, info = cls.from_pretrained(
+            str(folder), device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True,
+            local_files_only=True,
+        )  # fmt: skip
+    return answer._replace(
+        missing=tuple(sorted(info["missing_keys"])),
+        unexpected=tuple(sorted(info["unexpected_keys"])),
+        mismatched=_mismatches(info["mismatched_keys"]),
+        refused="; ".join(map(str, info["error_msgs"])),
+        unknown=(),
+    )
+
+
+_MISSING = re.compile(r"Found missing adapter keys while loading the checkpoint: (\[.*\])\.", re.DOTALL)
+_SIZES = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch.Size\(\[([\d, ]*)\]\) from checkpoint, "
+    r"the shape in current model is torch.Size\(\[([\d, ]*)\]\)"
+)
+
+
+def _of_peft(
+    library: Any, asked: Asked, tensors: dict[str, torch.Tensor], folder: Path, answer: LoadOutcome
+) -> LoadOutcome:
+    config = asked.configs[CONFIG_OF_LIBRARY["peft"]]
+    kind = str(config.get("peft_type"))
+    if kind not in library.PeftType.__members__.values():
+        raise Unchecked(f"peft {library.__version__} has no adapter of type {kind}")
+    outcomes: list[LoadOutcome] = []
+    for base, unknown in _bases(library, config, tensors):
+        outcomes.append(_adapted(library, base, tensors, folder, answer)._replace(unknown=unknown))
+        if not outcomes[-1].status:
+            break
+    return min(outcomes, key=lambda outcome: (bool(outcome.refused), -(outcome.live or 0)))
+
+
+def _bases(
+    library: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield the base of an adapter without bytes, and what is assumed of it: a script may load it as either class.
+
+    First the class for the task of the adapter, then the one that the base's own config names.
+    """
+    import transformers
+
+    home = _home_of_base(config)
+    given = read_config(Path(home), "config.json")
+    if not given:
+        raise Unchecked("config.json of the base model is no config")
+    _ensure_own_code(given, "config.json of the base model")
+    task = str(config.get("task_type"))
+    auto = getattr(library.auto, f"AutoPeftModelFor{_TASKS.get(task)}", None)
+    if auto is not None:
+        with suppress(ValueError):  # the class for the task has no model of this type
+            settings = transformers.AutoConfig.from_pretrained(home, local_files_only=True)
+            build = auto._target_class.from_config
+            yield _base(partial(build, trust_remote_code=False), settings, task, tensors)
+    cls = _class_of_transformers(transformers, given)
+    yield _base(cls._from_config, _config_of(cls, Path(home)), task, tensors)
+
+
+def _base(
+    build: Callable[..., Any], settings: Any, task: str, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Any, tuple[str, ...]]:
+    """Return a base of the sizes that a script gives it before it adds the adapter, and these sizes in words."""
+    unknown = []
+    if settings.__dict__.pop("quantization_config", None) is not None:
+        unknown.append("whether the base can be quantized here: it is taken without quantization_config")
+    labels = {
+        tensor.shape[0] for key, tensor in tensors.items() if key.endswith(_HEADS) and tensor.dim() == 2
+    }
+    if task in ("SEQ_CLS", "TOKEN_CLS") and len(labels) == 1 and settings.num_labels not in labels:
+        (settings.num_labels,) = labels
+        unknown.append(
+            f"whether the script loads the base with num_labels={settings.num_labels}, as the adapter has"
+        )
+    with torch.device("meta"):
+        base = build(settings, attn_implementation="eager")
+    embedding = base.get_input_embeddings()
+    name = next((name for name, module in base.named_modules() if module is embedding), "")
+    parts = ("", ".base_layer", ".token_adapter.base_layer")
+    saved = [tensors.get(f"base_model.model.{name}{part}.weight") for part in parts]
+    rows = max([tensor.shape[0] for tensor in saved if tensor is not None and tensor.dim()], default=0)
+    if rows > embedding.weight.shape[0]:
+        with torch.device("meta"):
+            base.resize_token_embeddings(rows, mean_resizing=False)
+        unknown.append(f"whether the script calls resize_token_embeddings({rows}) before it adds the adapter")
+    return base, tuple(unknown)
+
+
+_HEADS = (".score.weight", ".classifier.weight", ".classifier.out_proj.weight")
+_TASKS = {
+    "SEQ_CLS": "SequenceClassification", "SEQ_2_SEQ_LM": "Seq2SeqLM", "CAUSAL_LM": "CausalLM",
+    "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction",
+}  # fmt: skip
+
+
+def _home_of_base(config: Mapping[str, Any]) -> str:
+    """Return the folder with the config of the base model: a local one, or in the hub's cache."""
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise Unchecked("adapter_config.json names no base model (base_model_name_or_path)")
+    if Path(base, "config.json").is_file():
+        return base
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):
+        path = try_to_load_from_cache(base, "config.json", revision=config.get("revision"))
+        if isinstance(path, str):
+            return str(Path(path).parent)
+    raise Unchecked(f"the base model {base} is not here: no folder, and not in the cache of the hub")
+
+
+def _adapted(
+    library: Any, base: Any, tensors: dict[str, torch.Tensor], folder: Path, answer: LoadOutcome
+) -> LoadOutcome:
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from peft.utils import save_and_load
+
+    answer = answer._replace(loads=f"{type(base).__name__}")
+    Path(folder, "adapter_model.safetensors").touch()
+    with (
+        patch.object(save_and_load, "safe_load_file", lambda *_, **__: dict(tensors)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        try:
+            model = library.PeftModel.from_pretrained(
+                base, str(folder), low_cpu_mem_usage=True, autocast_adapter_dtype=False
+            )
+        except RuntimeError as error:
+            if sizes := _SIZES.findall(str(error)):
+                return answer._replace(
+                    mismatched=_mismatches((key, _shape(has), _shape(wants)) for key, has, wants in sizes)
+                )
+            raise
+    said = [match[1] for warning in caught if (match := _MISSING.search(str(warning.message)))]
+    missing = [key for text in said for key in ast.literal_eval(text)]
+    placed = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    named = library.get_peft_model_state_dict(model, save_embedding_layers=False)
+    live = {
+        key
+        for key, tensor in tensors.items()
+        if _storage(tensor) in placed or (model.active_peft_config.is_prompt_learning and key in named)
+    }
+    # Next to its own tensors a file may have those of a second adapter, which PEFT leaves out by right.
+    mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type) or "\0"
+    parameters = {_parameter(key, mark) for key in live}
+    unused = sorted(tensors.keys() - live)
+    dead = tuple(key for key in unused if mark in key and _parameter(key, mark) not in parameters)
+    return answer._replace(
+        missing=tuple(sorted(missing)),
+        unexpected=tuple(key for key in unused if key not in dead),
+        dead=dead,
+        live=len(live),
+    )
+
+
+def _parameter(key: str, mark: str) -> str:
+    """Return a key up to the segment with the mark of a tuner: ``layers.0.q_proj.lora_A``."""
+    before, found, after = key.rpartition(mark)
+    return f"{before}{found}{after.partition('.')[0]}"
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what identifies a tensor without bytes: a parameter that was made of it has the same."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+_LOADS: dict[str, Callable[..., LoadOutcome]] = {
+    "transformers": _of_transformers, "diffusers": _of_diffusers, "peft": _of_peft,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Answer each line of the standard input, a load as JSON, with the line of its outcome."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    answers = os.fdopen(os.dup(1), "wb")
+    # What a library prints is no answer.
+    os.dup2(2, 1)
+    for line in sys.stdin.buffer:
+        outcome = ask(Asked(**json.loads(line)))
+        answers.write(json.dumps(outcome._asdict()).encode() + b"\n")
+        answers.flush()
+        if outcome.unchecked.startswith(NEEDS_MORE):
+            # The next question gets a process with memory.
+            return

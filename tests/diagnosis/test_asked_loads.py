@@ -1,0 +1,272 @@
+"""``check --load`` against real loads: the command over a folder of models, and loads that nobody can answer for."""
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckptfix import check
+from ckptfix.cli import run
+from ckptfix.devices.reload.oracle import ask
+from ckptfix.diagnosis.loads.outcome import LoadOutcome
+from ckptfix.storage.stores import open_store
+from tests.benchmarks.loads import (
+    DAMAGES,
+    OF_DIFFUSERS,
+    Subject,
+    agrees,
+    asked,
+    damaged,
+    diffusers,
+    load_of,
+    of_diffusers,
+    of_peft,
+    of_transformers,
+)
+from tests.tiny_adapters import NAME, bert, llama, mixtral, peft, renamed, tied_llama, with_name, write
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MAKERS: dict[str, Callable[[], Subject]] = {
+    "tied": lambda: of_transformers("tied", tied_llama()),
+    "bert": lambda: of_transformers("bert", bert()),
+    "experts": lambda: of_transformers("experts", mixtral()),
+    "lora": lambda: of_peft("LoRA"),
+    "vae": lambda: of_diffusers("AutoencoderKL"),
+}
+SAMPLE = [
+    *(("tied", damage) for damage in DAMAGES),
+    *((name, damage) for name in ("lora", "vae") for damage in DAMAGES if damage != "a tie broken"),
+    ("bert", "healthy"),
+    ("experts", "healthy"),
+    ("experts", "a key dropped"),
+]
+
+
+@pytest.mark.slow
+def test_the_command_says_what_the_library_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = {}
+    for name, damage in SAMPLE:
+        subject, folder = MAKERS[name](), tmp_path / f"{name} {damage}" / "model"
+        tensors = damaged(subject, damage, folder)
+        assert tensors is not None
+        expected[str(folder)] = subject.real(folder), tensors
+    assert run(["check", "--load", "-r", "--json", str(tmp_path)]) == 1
+    document = json.loads(capsys.readouterr().out)
+    reports = {report["path"]: report for report in document["checkpoints"]}
+    for path, (real, tensors) in expected.items():
+        (answer,) = reports[path]["load"]
+        outcome = LoadOutcome(
+            **{key: value for key, value in answer.items() if key not in ("status", "mismatched")}
+        )
+        assert {each["key"] for each in answer["mismatched"]} == real.mismatched or real.refused, path
+        assert agrees(outcome._replace(mismatched=()), real._replace(mismatched=frozenset()), tensors) or (
+            real.refused
+        )
+        assert answer["status"] == real.is_damaged(tensors) == reports[path]["status"], path
+        assert answer["library"].split()[1][0].isdigit()
+
+
+def llama_config(tmp_path: Path, **changes: Any) -> LoadOutcome:
+    subject = of_transformers("llama", llama())
+    subject.save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return ask(asked(load_of(tmp_path)))
+
+
+UNANSWERED: dict[str, tuple[dict[str, Any], str]] = {
+    "remote code": ({"auto_map": {"AutoModel": "modeling.Model"}}, "never run"),
+    "another class": ({"architectures": ["pipeline"]}, "has no model class pipeline"),
+    "an abstract class": ({"architectures": ["PreTrainedModel"]}, "has no model class"),
+    "no text": ({"architectures": [[1]]}, "names no class"),
+    "a library that is missing": ({"quantization_config": {"quant_method": "hqq"}}, "ImportError"),
+    "another file": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "text for a number": {"vocab_size": "8"},
+    "a number beyond all": {"hidden_size": 10**30},
+    "an odd quantization": {"quantization_config": "x"},
+    "a division by zero": {"num_attention_heads": 0},
+    "a list for a setting": {"rope_parameters": [1]},
+    "an unknown activation": {"hidden_act": "odd"},
+}
+
+
+@pytest.mark.parametrize("name", UNANSWERED)
+def test_a_load_that_nobody_answers_for(name: str, tmp_path: Path) -> None:
+    changes, words = UNANSWERED[name]
+    outcome = llama_config(tmp_path, **changes)
+    assert outcome.status == 3
+    assert words in outcome.unchecked
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_the_library_refuses(name: str, tmp_path: Path) -> None:
+    outcome = llama_config(tmp_path, **REFUSED[name])
+    assert outcome.status == 1
+    assert outcome.refused
+
+
+def of_base(tmp_path: Path, base: object, **changes: Any) -> LoadOutcome:
+    of_peft("LoRA").save(tmp_path / "model")
+    path = tmp_path / "model" / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": base} | changes
+    path.write_text(json.dumps(config))
+    return ask(asked(load_of(tmp_path / "model")))
+
+
+def test_the_base_of_an_adapter(tmp_path: Path) -> None:
+    for number, base in enumerate(("somebody/unknown", "../nowhere", None, [1], "")):
+        outcome = of_base(tmp_path / str(number), base)
+        assert outcome.status == 3
+        assert "is not here" in outcome.unchecked or "names no base" in outcome.unchecked
+    assert of_base(tmp_path / "here", str(tmp_path / "here" / "base")).live == 8
+
+
+def test_a_base_with_code_of_its_own(tmp_path: Path) -> None:
+    assert of_base(tmp_path, str(tmp_path / "base")).status == 0
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModel": "x.Y"}}))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert outcome.status == 3
+    assert "never run" in outcome.unchecked
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(12)
+    return model
+
+
+def of_five(model: Any) -> Any:
+    model.config.num_labels = 5
+    return type(model)(model.config)
+
+
+CAUSAL = partial(peft.LoraConfig, task_type="CAUSAL_LM")
+HEADS = ["embed_tokens", "lm_head"]
+CHANGED = {
+    "heads of more rows": (llama, partial(CAUSAL, target_modules=["q_proj"], modules_to_save=HEADS), resized),
+    "adapted rows": (llama, partial(CAUSAL, target_modules=["embed_tokens"]), resized),
+    "new tokens": (llama, partial(CAUSAL, target_modules=["q_proj"], trainable_token_indices=[9]), resized),
+    "labels": (bert, partial(peft.LoraConfig, target_modules=["query"], task_type="SEQ_CLS"), of_five),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_adapter_of_a_base_that_the_script_changes(name: str, tmp_path: Path) -> None:
+    make, settings, change = CHANGED[name]
+    make().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(change(type(make()).from_pretrained(tmp_path / "base")), settings())
+    model.save_pretrained(str(tmp_path / "model"))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, len(outcome.unknown)) == (0, 1), outcome
+    assert "whether the script" in outcome.unknown[0]
+
+
+def test_a_base_of_fewer_layers(tmp_path: Path) -> None:
+    """PEFT drops the tensors of the other layers without a word."""
+    assert of_base(tmp_path, str(tmp_path / "base")).status == 0
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 1}
+    path.write_text(json.dumps({key: each for key, each in config.items() if key != "layer_types"}))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.live, len(outcome.dead), outcome.missing) == (1, 4, 4, ())
+
+
+@pytest.mark.parametrize("make", [llama, "AutoencoderKL"])
+def test_shards(make: Any, tmp_path: Path) -> None:
+    model = diffusers.AutoencoderKL(**OF_DIFFUSERS[make]) if isinstance(make, str) else make()
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    outcome = ask(asked(load_of(tmp_path)))
+    assert (outcome.status, outcome.unexpected, outcome.unchecked) == (0, (), ""), outcome
+
+
+def test_one_parameter_under_two_keys(tmp_path: Path) -> None:
+    """Only the bytes show if both are equal, as the config says."""
+    model = tied_llama()
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    outcome = ask(asked(load_of(tmp_path)))
+    assert outcome.status == 0
+    assert "whether lm_head.weight and model.embed_tokens.weight are equal" in outcome.unknown[0]
+
+
+@pytest.mark.slow
+def test_a_load_from_python(tmp_path: Path) -> None:
+    """The findings from headers stay where the library agrees, and the answer is asked for by name."""
+    subject = of_peft("LoRA")
+    damaged(subject, "a prefix", tmp_path / "model")
+    report = check(tmp_path / "model", load=True)
+    assert [finding.code for finding in report.findings] == ["dead-adapter"]
+    (outcome,) = report.load
+    assert (outcome.live, len(outcome.dead), report.status) == (0, 8, 1)
+    assert "0 of 8 tensors of the adapter live" in str(report)
+    assert not check(tmp_path / "model").load
+    # Of a store only the headers are read, and the base is the one of this machine.
+    url = f"memory://{os.urandom(6).hex()}/model"
+    store = open_store(url)
+    for path in (tmp_path / "model").iterdir():
+        store.put(path.name, path.read_bytes())
+    (of_store,) = check(url, load=True).load
+    assert of_store == outcome
+
+
+@pytest.mark.slow
+def test_findings_that_the_library_contradicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT 0.21 loads keys with the name ``default``, which others do not: the library wins, and both are printed."""
+    of_peft("LoRA").save(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / NAME)
+    write(tmp_path / "model", renamed(with_name("default"))(tensors))
+    assert run(["check", str(tmp_path / "model")]) == 1
+    assert run(["check", "--load", str(tmp_path / "model")]) == 0
+    text = capsys.readouterr().out
+    assert "8 of 8 tensors of the adapter live" in text
+    assert "by its headers alone: " in text
+    assert "[dead-adapter]" in text
+
+
+@pytest.mark.slow
+def test_folders_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configs = {
+        "no JSON": "{", "a list": "[1]", "nested": "[" * 100_000, "long": '{"a": "' + "x" * (1 << 21) + '"}',
+        "no class": "{}", "nothing": None, "greedy": "",
+    }  # fmt: skip
+    for name, text in configs.items():
+        of_transformers("llama", llama()).save(tmp_path / name)
+        path = tmp_path / name / "config.json"
+        own = json.loads(path.read_text())
+        path.unlink()
+        if text is not None:
+            path.write_text(text or json.dumps(own | {"num_labels": 10**8}))
+    assert run(["check", "--load", "--json", *(str(tmp_path / name) for name in configs)]) == 3
+    for report in json.loads(capsys.readouterr().out)["checkpoints"]:
+        (outcome,) = report["load"]
+        assert outcome["status"] == report["status"] == 3
+        words = "more memory than 2.0 GiB" if report["path"].endswith("greedy") else "from_pretrained"
+        assert words in outcome["unchecked"]
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_asked_for_each_component(tmp_path: Path) -> None:
+    damaged(of_diffusers("AutoencoderKL"), "healthy", tmp_path / "vae")
+    damaged(of_diffusers("UNet2DConditionModel"), "a prefix", tmp_path / "unet")
+    index = {
+        "_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.42.1",
+        "vae": ["diffusers", "AutoencoderKL"], "unet": ["diffusers", "UNet2DConditionModel"],
+    }  # fmt: skip
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    report = check(tmp_path, load=True)
+    statuses = {outcome.path.partition("/")[0]: outcome.status for outcome in report.all_load}
+    assert statuses == {"vae": 0, "unet": 1}
+    assert report.status == 1
+    assert "206 tensors random after a load" in str(report)
