@@ -87,12 +87,12 @@ def optimizers_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tup
     return tuple(pieces)
 
 
-def samples_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return the beginnings of pieces, 1 MiB at most."""
+def samples_of(pieces: Sequence[Piece], most: int = _MOST) -> tuple[Piece, ...]:
+    """Return the beginnings of pieces, ``most`` bytes in all."""
     pieces = [piece for piece in pieces if piece.length]
     if len(pieces) > _MOST_SAMPLES:
         pieces = [pieces[len(pieces) * number // _MOST_SAMPLES] for number in range(_MOST_SAMPLES)]
-    size = min(SAMPLE, _MOST // max(1, len(pieces)))
+    size = min(SAMPLE, most // max(1, len(pieces)))
     return tuple(piece._replace(length=min(size, piece.length)) for piece in pieces)
 
 

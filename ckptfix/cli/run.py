@@ -30,6 +30,7 @@ import click
     type=click.Choice(["require", "warn", "ignore"]),
     help="What a Trainer does when it resumes without an optimizer, scheduler or random states (default: require).",
 )
+@click.option("--no-check-saves", is_flag=True, help="Do not warn of saves that will load as something else.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
@@ -38,6 +39,7 @@ def run_command(
     save_together: bool,
     save_timeout: float | None,
     missing_states: str | None,
+    no_check_saves: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> Callable[[], None]:
@@ -57,6 +59,7 @@ def run_command(
             check_backward=not no_check_backward,
             save_together=save_together,
             save_timeout=save_timeout,
+            check_saves=False if no_check_saves else None,
             missing_states=missing_states,
         )
 

@@ -15,6 +15,7 @@ from ckptfix.training.loading.load_report import LoadPolicy, Requirement
 from ckptfix.training.ranks import timeout_of
 from ckptfix.training.resuming import positions
 from ckptfix.training.resuming.guarded_load import load_state
+from ckptfix.training.saving.checked_saves import checks_saves, forget
 from ckptfix.training.saving.save_state import save_model, save_state
 from ckptfix.training.trainer.trainer_patch import patch_trainer, unpatch_trainer
 from ckptfix.training.trainer.trainer_resumes import require_states
@@ -75,7 +76,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     accumulated or scaled. ``tensor_digests``: record the sha256 of tensors and files of each save.
     ``save_together``: every process calls ``save_state``, and all of them save as one, or none does; False for a script
     that calls it on the main process alone. ``save_timeout``: seconds after which a save that waits for other processes
-    ends with OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540.
+    ends with OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540. ``check_saves``: warn once of each
+    kind of fault that makes a save load as something else; by default what CKPTFIX_CHECK_SAVES says (0 or 1), else 1.
     """
 
     def __init__(
@@ -86,13 +88,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         tensor_digests: bool = False,
         save_together: bool = True,
         save_timeout: float | None = None,
+        check_saves: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """Make an accelerator; other arguments go to ``accelerate.Accelerator``."""
-        timeout_of(save_timeout)  # a wrong value is said now, not at the first save
+        # A wrong value is said now, not at the first save.
+        timeout_of(save_timeout)
+        checks_saves(check_saves)
         guard_of(
             self,
-            Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, save_together, save_timeout),
+            Settings(
+                OnReprepare(on_reprepare),
+                check_backward,
+                tensor_digests,
+                save_together,
+                save_timeout,
+                check_saves,
+            ),
         )
         super().__init__(*args, **kwargs)
 
@@ -127,12 +139,14 @@ def patch_accelerate(
     tensor_digests: bool = False,
     save_together: bool = False,
     save_timeout: float | None = None,
+    check_saves: bool | None = None,
     safe_transfers: Mode | str = Mode.AUTO,
     missing_states: Requirement | str | LoadPolicy | None = None,
 ) -> None:
     """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
 
-    So is every ``transformers.Trainer``, whether transformers has been imported or is imported later.
+    So are every ``transformers.Trainer`` and ``save_pretrained`` of transformers and PEFT, whether these have been
+    imported or are imported later.
 
     For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
     ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
@@ -149,11 +163,13 @@ def patch_accelerate(
     mode = mode_named(safe_transfers)
     require_states(missing_states)
     timeout_of(save_timeout)
+    checks_saves(check_saves)
     guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
     guard.DEFAULTS.check_backward = check_backward
     guard.DEFAULTS.tensor_digests = tensor_digests
     guard.DEFAULTS.save_together = save_together
     guard.DEFAULTS.save_timeout = save_timeout
+    guard.DEFAULTS.check_saves = check_saves
     for name in _GUARDED:
         if name not in _ORIGINALS:
             original = getattr(accelerate.Accelerator, name)
@@ -171,6 +187,7 @@ def unpatch_accelerate() -> None:
     """
     unpatch_trainer()
     unpatch_dispatch()
+    forget()
     for name, original in _ORIGINALS.items():
         if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:
             setattr(accelerate.Accelerator, name, original)

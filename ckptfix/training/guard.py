@@ -57,6 +57,7 @@ class Settings:
     ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
     every save record a sha256 of each tensor in its manifest. ``save_together``: every process calls ``save_state``,
     and all of them save as one. ``save_timeout``: seconds that such a save waits for the others, None for the default.
+    ``check_saves``: warn of a save that will not load as it should, None for what the environment says.
     """
 
     on_reprepare: OnReprepare = OnReprepare.WARN
@@ -64,6 +65,7 @@ class Settings:
     tensor_digests: bool = False
     save_together: bool = False
     save_timeout: float | None = None
+    check_saves: bool | None = None
 
 
 class Guard:

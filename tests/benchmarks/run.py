@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.benchmarks.checking import check
+from tests.benchmarks.checking_saves import check_saves
 from tests.benchmarks.digesting import digest
 from tests.benchmarks.fleets import scrub_fleets
 from tests.benchmarks.migrating import migrate, migrate_mix
@@ -33,6 +34,7 @@ def main() -> None:
         "--part",
         choices=(
             "check",
+            "check-saves",
             "digests",
             "fleets",
             "migrate",
@@ -67,6 +69,8 @@ def main() -> None:
         folder = Path(name)
         if options.part in (None, "check"):
             check(folder)
+        if options.part in (None, "check-saves"):
+            check_saves(folder)
         if options.part in (None, "rename"):
             sparse(folder)
             rename(folder, (1 if options.quick else 8) << 30)

@@ -170,6 +170,12 @@ class UnneededParts(IncompleteAdapter):
     severity = Severity.NOTE
 
 
+class UngatheredParts(UnneededParts):
+    """Tensors that ZeRO-3 left in its ranks: a resume reads them from DeepSpeed's folder, PEFT finds none."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedAdapter(Finding):
     """An adapter whose tensors have another rank than its config says. ``module``: the first of ``modules``."""

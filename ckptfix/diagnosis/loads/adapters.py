@@ -31,6 +31,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     NamedAdapter,
     NewAdapter,
     SeveralAdapters,
+    UngatheredParts,
     UnneededParts,
     UntrainedAdapter,
     UnusedAdapter,
@@ -272,7 +273,7 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
         )
     where = "this folder" if load.deepspeed == "." else f"{load.deepspeed}/"
     # The Trainer leaves it so in each checkpoint with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off.
-    return UnneededParts(
+    return UngatheredParts(
         path=load.path,
         lacks=lacks,
         effect=f"{effect}; a resume with DeepSpeed reads {where}",
@@ -449,6 +450,8 @@ def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
 
     A pattern is a regular expression of the user. EVA writes a plain path for each of a thousand modules.
     """
+    if not patterns:
+        return lambda module: module
     plain: dict[str, int] = {}
     compiled: list[tuple[int, re.Pattern[str]]] = []
     for number, pattern in enumerate(patterns):

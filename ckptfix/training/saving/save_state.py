@@ -35,6 +35,7 @@ from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import SHARDED, cannot_agree
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture, restore
+from ckptfix.training.saving.checked_saves import check_save
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.saved_digests import SavedDigests, take_left
@@ -153,9 +154,7 @@ class _Save:
     def alone(self, target: Path | str) -> Path:
         """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
         accelerator = self._accelerator
-        leads = accelerator.is_main_process or (
-            accelerator.is_local_main_process and self._config.save_on_each_node
-        )
+        leads = _leads(accelerator)
         self._staging = plan_staging(target, processes=accelerator.num_processes)
         try:
             self._owns = begin(self._staging)
@@ -240,22 +239,25 @@ class _Save:
         ``is_whole``: no other process adds files later. Otherwise files that a hook may have each of them write get no
         digest: the last one stays.
         """
-        folder, digests, several = self._staging.folder, self._digests, self._accelerator.num_processes > 1
+        accelerator, folder, digests = self._accelerator, self._staging.folder, self._digests
+        several = accelerator.num_processes > 1
+        name = self._staging.url or self._staging.target
+        check_save(guard_of(accelerator).settings, folder, name, accelerator, accelerator._models)
         if several:
-            for name, state in _of_the_last_writer(self._accelerator).items():
-                torch.save(state(), folder / name)
+            for file, state in _of_the_last_writer(accelerator).items():
+                torch.save(state(), folder / file)
         left, left_tensors = take_left(folder) if several else ({}, {})
         if digests is not None:
             digests.take(left, left_tensors)
-            names = (name for name in files_in(folder) - left.keys() if (folder / name).is_file())
-            digests.hash_files(folder, (name for name in names if is_whole or role_of(name) is not None))
+            files = (file for file in files_in(folder) - left.keys() if (folder / file).is_file())
+            digests.hash_files(folder, (file for file in files if is_whole or role_of(file) is not None))
             if not several:
                 self._hash_shared(folder)
 
         def make() -> bytes:
             entries = self._models if digests is None else digests.complete(self._models)
             sha256 = {} if digests is None else digests.files()
-            return make_manifest(self._accelerator, folder, entries, sha256).to_bytes()
+            return make_manifest(accelerator, folder, entries, sha256).to_bytes()
 
         return make
 
@@ -273,6 +275,12 @@ class _Save:
 
     def _renumber(self) -> None:
         self._config.iteration = self._iteration
+
+
+def _leads(accelerator: Accelerator) -> bool:
+    """Return whether accelerate has this process write what is one for all ranks of a disk."""
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    return bool(accelerator.is_main_process or (accelerator.is_local_main_process and on_each_node))
 
 
 def _rank_of(name: str) -> int | None:
@@ -388,6 +396,10 @@ def save_model(
             written.add(_index_name(safetensors))  # accelerate writes it itself, when there are several files
         for name in before - written if written else ():
             (Path(save_directory) / name).unlink()
+        if _leads(accelerator):
+            folder, settings = Path(os.path.abspath(save_directory)), guard_of(accelerator).settings
+            # A script loads its best weights again before the last save.
+            check_save(settings, folder, folder, model, [model], below=(), repeats=2)
         return result
 
 

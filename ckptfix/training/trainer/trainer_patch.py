@@ -1,4 +1,4 @@
-"""The patch that puts the guards of saves and resumes into transformers, as soon as a script has imported it.
+"""The patch that puts the guards of saves and resumes into transformers and PEFT, once a script has imported them.
 
 Neither transformers nor torch is imported from here: a script that does without them pays nothing, and what it sets
 before it imports them counts.
@@ -15,23 +15,33 @@ from typing import Any
 from ckptfix.training.running import when_imported
 
 _SAVES, _RESUMES = (f"{__package__}.trainer_{what}" for what in ("saves", "resumes"))
+_CHECKS = "ckptfix.training.saving.checked_saves"
 _GUARDED = {
-    "_save_checkpoint": (_SAVES, "save_checkpoint"),
-    "train": (_RESUMES, "train"),
-    "_load_optimizer_and_scheduler": (_RESUMES, "load_states"),
-    "_load_rng_state": (_RESUMES, "load_random_states"),
+    ("transformers.trainer", "Trainer", "_save_checkpoint"): (_SAVES, "save_checkpoint"),
+    ("transformers.trainer", "Trainer", "train"): (_RESUMES, "train"),
+    ("transformers.trainer", "Trainer", "_load_optimizer_and_scheduler"): (_RESUMES, "load_states"),
+    ("transformers.trainer", "Trainer", "_load_rng_state"): (_RESUMES, "load_random_states"),
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"): (_CHECKS, "save_pretrained"),
+    ("peft.peft_model", "PeftModel", "save_pretrained"): (_CHECKS, "save_pretrained"),
 }
-"""Method of ``transformers.Trainer`` -> the module and the name of the function that guards it."""
+"""Module, class and method -> the module and the name of the function that guards it."""
 
-_MODULES = ("transformers.trainer_utils", "transformers.trainer")
+_UTILITIES = "transformers.trainer_utils"
+_MODULES = (_UTILITIES, *dict.fromkeys(module for module, _, _ in _GUARDED))
 _LAST = "get_last_checkpoint"
 
-_originals: dict[str, Callable[..., Any]] = {}
+_originals: dict[tuple[str, str, str], Callable[..., Any]] = {}
+_last: list[Callable[..., Any]] = []
+"""transformers' own ``get_last_checkpoint``, while the patch is on."""
+
 _is_watched, _is_on = False, False
 
 
 def patch_trainer() -> None:
-    """Guard every Trainer of this process, now or when transformers is imported. A second call changes nothing."""
+    """Guard every Trainer and ``save_pretrained``, now or when their libraries are imported.
+
+    A second call changes nothing.
+    """
     global _is_watched, _is_on
     _is_on = True
     if _is_watched:
@@ -46,13 +56,12 @@ def unpatch_trainer() -> None:
     """Undo the patch, and leave in place what others patched since."""
     global _is_on
     _is_on = False
-    last = _originals.pop(_LAST, None)
-    if last is not None:
-        _replace_everywhere(get_last_checkpoint, last)
-    for name, original in _originals.items():
-        trainer = sys.modules[_MODULES[1]].Trainer
-        if getattr(getattr(trainer, name), "__wrapped__", None) is original:
-            setattr(trainer, name, original)
+    while _last:
+        _replace_everywhere(get_last_checkpoint, _last.pop())
+    for (module, kind, name), original in _originals.items():
+        patched = getattr(sys.modules[module], kind)
+        if getattr(getattr(patched, name), "__wrapped__", None) is original:
+            setattr(patched, name, original)
     _originals.clear()
 
 
@@ -66,16 +75,17 @@ def _patch() -> None:
     """Patch what is there: transformers imports one of its modules after the other."""
     if not _is_on:
         return
-    utilities, module = (sys.modules.get(name) for name in _MODULES)
-    last = vars(utilities).get(_LAST) if utilities is not None else None
+    last = vars(sys.modules[_UTILITIES]).get(_LAST) if _UTILITIES in sys.modules else None
     if last is not None and last is not get_last_checkpoint:
-        _originals[_LAST] = last
+        _last[:] = [last]
         _replace_everywhere(last, get_last_checkpoint)
-    trainer = vars(module).get("Trainer") if module is not None else None
-    for name, (where, guard) in _GUARDED.items() if trainer is not None else ():
-        if name not in _originals:
-            _originals[name] = getattr(trainer, name)
-            setattr(trainer, name, _in_front(_originals[name], where, guard))
+    for method, (where, guard) in _GUARDED.items():
+        module, kind, name = method
+        # Not by getattr: transformers imports what it does not have yet.
+        patched = vars(sys.modules[module]).get(kind) if module in sys.modules else None
+        if patched is not None and method not in _originals:
+            _originals[method] = getattr(patched, name)
+            setattr(patched, name, _in_front(_originals[method], where, guard))
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:

@@ -18,10 +18,11 @@ import torch
 from ckptfix.checkpoint.filenames import TRAINER, TRAINER_STATE, checkpoint_number
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import OperationError
-from ckptfix.training.guard import Method
+from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import cannot_agree
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture, restore
+from ckptfix.training.saving.checked_saves import check_save
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest
 from ckptfix.training.saving.save_state import with_attributes
@@ -134,10 +135,15 @@ class _TrainerSave:
         if not (staging.folder / self._name).is_dir():
             return None
         lift(staging)
+        trainer, step = self._trainer, self._trainer.state.global_step
+        settings = guard_of(trainer.accelerator).settings
+        check_save(
+            settings, staging.folder, staging.url or staging.target, trainer, [trainer.model], step=step
+        )
         state = staging.folder / TRAINER_STATE
         if state.exists():
-            self._trainer.state.save_to_json(str(state))  # with the best model where it will lie
-        return make_manifest(self._trainer.accelerator, staging.folder, ()).to_bytes()
+            trainer.state.save_to_json(str(state))  # with the best model where it will lie
+        return make_manifest(trainer.accelerator, staging.folder, ()).to_bytes()
 
     def _rotate(self, staging: StagedSave) -> None:
         """Remove old checkpoints. As in the Trainer itself, one that cannot be removed does not end the training."""
