@@ -529,6 +529,33 @@ def parse_rank_file_name(name: str) -> RankFileName | None:
     return RankFileName(role=role, index=index, rank=int(match[3]), stem=match[1], is_local=match[2] is None)
 
 
+class WorldRankName(NamedTuple):
+    """The parsed name of a file in which one of ``world_size`` ranks saved its part: ``model_world_size_8_rank_0.pt``.
+
+    verl saves ``model``, ``optim`` and ``extra_state`` so (``utils/checkpoint/fsdp_checkpoint_manager.py``), and others
+    use the same form.
+    """
+
+    stem: str
+    world_size: int
+    rank: int
+    suffix: str
+
+    def __str__(self) -> str:
+        return f"{self.stem}_world_size_{self.world_size}_rank_{self.rank}{self.suffix}"
+
+
+_WORLD_RANK = re.compile(rf"(.+)_world_size_{_NUMBER}_rank_{_NUMBER}(\.pth?)")
+
+
+def parse_world_rank_name(name: str) -> WorldRankName | None:
+    """Return the meaning of the name of a file of one of several ranks, None for any other."""
+    match = _WORLD_RANK.fullmatch(name)
+    if match is None or int(match[3]) >= int(match[2]):
+        return None
+    return WorldRankName(match[1], int(match[2]), int(match[3]), match[4])
+
+
 def dcp_model_folder(index: int) -> FolderName:
     """Return the name of the DCP folder in which FSDP keeps a model."""
     return FolderName(role=Role.MODEL, stem=_FSDP_MODEL, index=index)

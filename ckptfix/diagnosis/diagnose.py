@@ -30,6 +30,7 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_files,
     diagnose_parts,
     diagnose_rank_files,
+    diagnose_world_ranks,
     unchecked_parts,
     without_deepspeed,
 )
@@ -254,6 +255,7 @@ def diagnose(
         findings += diagnose_names(evidence, groups, doubled)
         findings += (finding for state in deepspeed for finding in state.findings)
         findings += diagnose_rank_files(folder, _paths(findings, _OF_RANK_FILES))
+        findings += diagnose_world_ranks(folder)
         refused: dict[PurePosixPath, str] = {}
         if sharded:
             findings += diagnose_dcp_folders(folder.root, sharded, folder.processes)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import field, replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -20,7 +21,13 @@ from ckptfix.checkpoint.deepspeed_files import (
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    Role,
+    WorldRankName,
+    parse_file_name,
+    parse_world_rank_name,
+)
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -56,7 +63,7 @@ from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, list_names, series
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
@@ -420,6 +427,45 @@ def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixP
             if not any(path in damaged for path in paths):
                 text = str(error).partition("; next: ")[0]
                 yield MalformedFile(path=paths[0], detail=text.removeprefix(f"{folder.root / paths[0]}: "))
+
+
+def diagnose_world_ranks(folder: CheckpointFolder) -> Iterator[MissingRank]:
+    """Yield the ranks that lack a file which other ranks have, by the ``world_size`` in its name.
+
+    Of two world sizes in a folder one may be left over: a kind of file that is complete with one of them is not
+    missing.
+    """
+    ranks: dict[tuple[int, str, str], set[int]] = {}
+    for component in folder.components if folder.only is None else ():
+        if (name := parse_world_rank_name(component.path.name)) is not None:
+            ranks.setdefault((name.world_size, name.stem, name.suffix), set()).add(name.rank)
+    complete = {kind[1:] for kind, present in ranks.items() if len(present) == kind[0]}
+    lacking: dict[int, list[WorldRankName]] = {}
+    for (world_size, stem, suffix), present in ranks.items():
+        if (stem, suffix) not in complete:
+            absent = (rank for rank in range(world_size) if rank not in present)
+            lacking.setdefault(world_size, []).extend(
+                WorldRankName(stem, world_size, rank, suffix) for rank in islice(absent, _MOST_RANKS)
+            )
+    for world_size, names in lacking.items():
+        names.sort(key=lambda name: (name.rank, name.stem != "model", name.stem))
+        numbers = sorted({name.rank for name in names})
+        which = f"rank{'s' * (len(numbers) > 1)} {series(list(map(str, numbers)))}"
+        if len(numbers) > _NAMED_RANKS:
+            which = count_of(len(numbers), "rank")
+        others = f"; also missing: {list_names(map(str, names[1:]))}" if names[1:] else ""
+        yield MissingRank(
+            path=PurePosixPath(str(names[0])),
+            rank=names[0].rank,
+            files=len(names),
+            items=0,
+            holds=(),
+            detail=f"each of {world_size} ranks saved its own part, and files of {which} are missing{others}",
+        )
+
+
+_MOST_RANKS = 1 << 16
+_NAMED_RANKS = 8
 
 
 def diagnose_parts(groups: Iterable[ModelFiles], *, is_file: bool) -> Iterator[Finding]:
