@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import click
 
+from ckptfix.checkpoint.completion_markers import run_of, tracker_problem
 from ckptfix.checkpoint.filenames import family_of
 from ckptfix.checkpoint.latest import Candidate, judge, numbered, taken_instead, time_of
 from ckptfix.checkpoint.neighbours import Siblings
@@ -23,6 +24,7 @@ from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.other_runs import DAY, History, days_between, history_of
 from ckptfix.diagnosis.resumable import choose, examine
+from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.doors import made
@@ -172,6 +174,13 @@ def _check_all(
             f"{one.taken_instead}; next: move it out of the folder" for one in answers if one.taken_instead
         ]
         warnings += [one.other_run for one in answers if one.other_run]
+        trackers = runs.tracker_problems() if teams.leads() else []
+        warnings += [
+            f"{words}; a resume fails or begins anew; next: write the number of a complete checkpoint into the file"
+            for words in trackers
+        ]
+        if trackers:
+            summary["trackers"] = trackers
         report.show(line(words, colour="yellow") for words in warnings)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
@@ -223,6 +232,7 @@ class Runs:
     def __init__(self, places: Iterable[Path]) -> None:
         self._places = frozenset(os.path.abspath(place) for place in places)
         self._unclean: dict[Path, set[str]] = {}
+        self._runs: dict[Path, None] = {}
         self._newest: dict[Path, frozenset[Path]] = {}
         self._compared: dict[Path, frozenset[Path]] = {}
         self._histories: dict[Path, History | None] = {}
@@ -232,6 +242,9 @@ class Runs:
 
     def begin(self, path: Path) -> None:
         """Remember a checkpoint of a run, which is not clean before ``end`` says so."""
+        home = run_of(path)
+        with self._lock:
+            self._runs[home] = None
         run = Path(os.path.abspath(path.parent))
         if family_of(path.name) is not None and not self._places.isdisjoint(map(str, (run, *run.parents))):
             with self._lock:
@@ -267,6 +280,15 @@ class Runs:
         if is_newest:
             look = examine if status else judge
             self._known[path] = replace(look(place, family[1]), path=path)
+
+    def tracker_problems(self) -> list[str]:
+        """Return in words what is wrong with the trackers of the runs, as of ``tracker_problem``."""
+        problems = []
+        for run in self._runs:
+            with suppress(CkptfixError, OSError):
+                if words := tracker_problem(run):
+                    problems.append(f"{run}: {words}")
+        return problems
 
     def answers(self) -> list[Resume]:
         """Return the answer for each run, by the function behind ``latest_checkpoint``."""

@@ -43,7 +43,7 @@ from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.stale_saves import diagnose_stale_saves
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
-from ckptfix.diagnosis.unfinished_copies import half_downloaded
+from ckptfix.diagnosis.unfinished_copies import half_downloaded, unmarked
 from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -350,9 +350,12 @@ def _checked(
         pending = interrupted(target) + interrupted_inside(target)
         halves = tuple(half_downloads(target.root)) if target.only is None else ()
         bare = judge_bare(folder, partial(resume_problem, siblings=siblings)) if not pending else None
+        near = siblings.of(target.root)
+        marks = tuple(unmarked(near)) if target.only is None and bare is None else ()
         if (
             bare is None
             and not pending
+            and not marks
             and not halves
             and not (target.only is None and lists_models(target.root))
         ):
@@ -368,7 +371,6 @@ def _checked(
                 misplaced = _nested(target.root, inner)
                 return replace(report, findings=(*misplaced, *report.findings)) if misplaced else report
             ensure_checkpoint(folder)
-        near = siblings.of(target.root)
         diagnosis = diagnose(
             folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND, neighbours=near
         )
@@ -401,6 +403,7 @@ def _checked(
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
     findings = (
         *pending,
+        *marks,
         *lacking,
         *of_headers,
         *(diagnose_stale_saves(folder, diagnosis.sharded, near, data=data) if of_run else ()),

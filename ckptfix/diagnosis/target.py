@@ -8,10 +8,16 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.checkpoint.downloads import half_downloads, may_be_download
-from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    describe_folder_name,
+    parse_file_name,
+    parse_folder_name,
+    split_number,
+)
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import OF_ARCHIVES, cut_upload, family_holds, holds_files, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
@@ -24,6 +30,7 @@ from ckptfix.checkpoint.model_configs import (
     may_hold_weights,
     pipeline_components,
 )
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command, existing, shell_path
@@ -162,9 +169,9 @@ def _listed(root: Path) -> int:
 def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
-    And those that are named as checkpoints and hold no weights (``is_bare``): a save that was killed leaves them. And
-    downloads that did not end, pipelines of diffusers that lack one of their models, and ``path`` itself where
-    ``lost_model`` finds one.
+    And those that are named as checkpoints and hold no weights (``is_bare``), or lack the mark of a complete save: a
+    save that was killed leaves them. And downloads that did not end, pipelines of diffusers that lack one of their
+    models, and ``path`` itself where ``lost_model`` finds one.
 
     Each is yielded while the others are still being listed: there may be 100,000 of them.
     Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
@@ -178,6 +185,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     refused: list[Path] = []
     is_empty = True
     holds = lru_cache(maxsize=8)(family_holds)
+    siblings = Siblings()
 
     def refuse(error: OSError) -> None:
         folder = Path(os.fsdecode(error.filename))
@@ -204,6 +212,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
             is_bare(here, holds)
             or (not {PIPELINE, MODULES}.isdisjoint(files) and _lacks_part_of_list(here, folders))
             or (may_be_download(here, folders) and any(half_downloads(here)))
+            or (split_number(here.name) is not None and missing_marker(siblings.of(here)) is not None)
         ):
             found.append(here)
         is_empty &= not found

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
 from ckptfix.checkpoint.downloads import HalfDownload
 from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, names_weights, parse_file_name
@@ -18,7 +19,9 @@ from ckptfix.checkpoint.model_configs import (
     lists_models,
     may_hold_weights,
 )
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.findings.incomplete import HalfDownloaded, InterruptedSave, SpareDownload
+from ckptfix.diagnosis.findings.stale import PerhapsUnmarked, UnmarkedSave
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import names_in
@@ -69,6 +72,13 @@ def interrupted(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterat
         yield InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True)
     elif (problem := cut_upload(folder.root)) is not None:
         yield InterruptedSave(path=PurePosixPath(UPLOAD), upload=problem)
+
+
+def unmarked(neighbours: Neighbours) -> Iterator[UnmarkedSave]:
+    """Yield that a checkpoint lacks the file that its library writes last."""
+    if (missing := missing_marker(neighbours)) is not None:
+        kind = UnmarkedSave if missing.is_certain else PerhapsUnmarked
+        yield kind(path=PurePosixPath(missing.name), known_by=missing.known_by)
 
 
 def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:

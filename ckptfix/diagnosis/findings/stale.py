@@ -1,7 +1,8 @@
-"""Findings about saves with the tensors of an earlier save of their run."""
+"""Findings that other checkpoints of a run show: tensors of an earlier save, or no mark of a complete one."""
 
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +73,42 @@ class CopiedSave(StaleSave):
     def advice(self) -> str:
         """Advice to keep one of the two."""
         return "nothing was trained between the two: one of them is enough"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnmarkedSave(InterruptedSave):
+    """A save without the file that its library writes last. ``known_by``: a checkpoint of the run that has it."""
+
+    known_by: str
+
+    @property
+    def resume(self) -> Resume:
+        """It fails for a warning: the library passes over the checkpoint."""
+        return Resume.FAILS if self.severity is Severity.WARNING else Resume.SUCCEEDS
+
+    def __str__(self) -> str:
+        return f"{self.path} is missing, which {self.known_by} has: it is written last, so the save was interrupted"
+
+    @property
+    def advice(self) -> str:
+        """Advice to resume from another checkpoint."""
+        return (
+            f"the library passes over this checkpoint, or loads a part of it: resume from {self.known_by}. If the file "
+            "was left out of a copy, copy it again"
+        )
+
+
+class PerhapsUnmarked(UnmarkedSave):
+    """The same where the library may write the file since a later checkpoint alone, or the run has fewer ranks."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+    def __str__(self) -> str:
+        return f"{self.path} is missing, which {self.known_by} has: it is written last"
+
+    @property
+    def advice(self) -> str:
+        """Advice for a save that may be complete."""
+        return "ignore this if the library writes the file since a later version, or the run had fewer ranks"

@@ -1,0 +1,114 @@
+"""Files by which other libraries mark a complete save, and the files that name the newest one.
+
+- ``metadata.pkl`` of torch_checkpointing, without which torchtitan passes over a step (torchtitan#4191), ``.complete``
+  of speculators (#739), and ``.rank_0_complete`` of each rank of cosmos-rl (#550): each is written last.
+- ``latest_checkpointed_iteration.txt`` of Megatron-LM, verl and slime: a number, or ``release``.
+"""
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.checkpoint.filenames import split_number
+from ckptfix.checkpoint.neighbours import Neighbours, names_next_to
+from ckptfix.errors import CkptfixError
+from ckptfix.storage.reading import listed_names, names_in, read_start, subfolders
+
+_OF_SAVE = frozenset(("metadata.pkl", ".complete"))
+_OF_RANK = re.compile(r"\.rank_([0-9]{1,9})_complete")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_RELEASE = "release"
+_MOST = 64
+
+
+class MissingMarker(NamedTuple):
+    """A marker that a checkpoint lacks. ``known_by``: a checkpoint of the run that has it.
+
+    ``is_certain``: False where the library may write it since a later version alone, or for more ranks.
+    """
+
+    name: str
+    known_by: str
+    is_certain: bool
+
+
+def missing_marker(near: Neighbours) -> MissingMarker | None:
+    """Return the marker that a checkpoint lacks and one next to it has, None where none does.
+
+    Of a folder without a number the numbered folder around it counts, if its files are of ranks: cosmos-rl saves to
+    ``step_20/policy``. Speculators calls the folders ``0``, ``1`` and so on.
+    """
+    home, below = near.home, ""
+    own: Iterable[str] = ()
+    with suppress(CkptfixError, OSError):
+        own = names_in(home)
+    if split_number(home.name) is None:
+        if not any("rank_" in name for name in own):
+            return None
+        near, below = near.siblings.of(home.parent), f"/{home.name}"
+    before = [neighbour for neighbour in near.folders() if neighbour.is_before]
+    after = [neighbour for neighbour in near.folders() if not neighbour.is_before]
+    # The nearest earlier one comes first: a resume takes it.
+    folders = [
+        neighbour
+        for neighbour in (*reversed(before), *after)
+        if neighbour.is_of_same_run or neighbour.name.isdecimal()
+    ]
+    marked: dict[str, frozenset[str]] = {}
+    for neighbour in folders:
+        names: Iterable[str] = neighbour.names.every
+        if below:
+            names = ()
+            with suppress(CkptfixError, OSError):
+                names = names_next_to(near.home, f"{neighbour.name}{below}")
+        if markers := _markers(names):
+            marked[neighbour.name] = markers
+    there = _markers(own)
+    lost = {marker: name for name in reversed(marked) for marker in marked[name] - there}
+    if not lost:
+        return None
+    marker = min(lost, key=lambda marker: (marker not in _OF_SAVE, marker))
+    earlier = [neighbour.name for neighbour in folders if neighbour.is_before]
+    is_certain = not earlier or not marked.keys().isdisjoint(earlier)
+    rank = _OF_RANK.fullmatch(marker)
+    # A run may go on with fewer ranks: then the others left no file.
+    if rank is not None and there and not any(re.search(rf"rank_?{rank[1]}\D", name) for name in own):
+        is_certain = False
+    return MissingMarker(marker, lost[marker], is_certain)
+
+
+def _markers(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for name in names if name in _OF_SAVE or _OF_RANK.fullmatch(name))
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of the run of a checkpoint, which may be one level below a numbered folder."""
+    return next(
+        (path.parent for path in (checkpoint, checkpoint.parent) if split_number(path.name) is not None),
+        checkpoint.parent,
+    )
+
+
+def tracker_problem(run: Path) -> str:
+    """Return what is wrong with the tracker of a run, in words; "" where it is right, or there is none.
+
+    Raises CkptfixError, OSError.
+    """
+    listed = listed_names(run)
+    if listed is not None and TRACKER not in listed.files:
+        return ""
+    try:
+        text = (read_start(run / TRACKER, _MOST) or b"").decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    folders = subfolders(run)
+    if text == _RELEASE or not (text.isdecimal() and text.isascii()):
+        is_known = text == _RELEASE or not text
+        return f"{TRACKER} names {text or 'nothing'}" if is_known and text not in folders else ""
+    numbers = {number[1]: name for name in folders if (number := split_number(name)) is not None}
+    if not numbers or int(text) in numbers:
+        return ""
+    return f"{TRACKER} names {text} (expected the number of a folder, such as {numbers[max(numbers)]})"
