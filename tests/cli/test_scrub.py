@@ -26,6 +26,7 @@ from ckptfix.tensors.hashing import Hashed
 from ckptfix.verification import scrub
 from ckptfix.verification.scrub_state import State
 from ckptfix.verification.seal import seal
+from tests.diagnosis.test_completeness import give_own_values
 from tests.repairs.builders import write_safetensors
 from tests.stores.servers import QUICK, upload_folder
 
@@ -48,6 +49,7 @@ def runs(tmp_path: Path) -> Path:
     """A run of five sealed checkpoints."""
     for number in range(1, 6):
         folder = Path(shutil.copytree(CLEAN, tmp_path / "runs" / "one" / f"checkpoint_{number}"))
+        give_own_values(folder)
         assert seal(folder).status == 0
     return tmp_path / "runs"
 
