@@ -309,6 +309,14 @@ def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: obje
         count *= size
         if count > _U64:  # as the reference refuses it, even where a later 0 makes it empty
             raise FormatError(f"the shape of {fqn!r} has more elements than 64 bits can count")
+    if count == 0:
+        stride = 1
+        for size in shape[1:]:
+            assert type(size) is int
+            stride *= size or 1
+            # torch 2.13 counts it over sizes of 0, too, and fails with "Stride calculation overflowed".
+            if stride > _U64 >> 1:
+                raise FormatError(f"the shape of {fqn!r} has a stride that is larger than 63 bits")
     if count * bits != (end - begin) * 8:
         raise FormatError(
             f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its offsets"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as _deserialize
 from safetensors import safe_open as _safe_open
+from safetensors.torch import load
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.safetensors_file import (
@@ -185,7 +186,7 @@ HEADERS = st.dictionaries(st.sampled_from(["a", "b", "module.c", "\ud800", "\x00
 
 @pytest.mark.parametrize(
     ("shape", "is_read"),
-    [([0, 1 << 64], False), ([1 << 62, 8, 0], False), ([0, 1 << 62, 8], True)],
+    [([0, 1 << 64], False), ([1 << 62, 8, 0], False), ([0, 1 << 62], True)],
 )
 def test_sizes_beyond_64_bits_are_refused_as_the_reference_does(
     read: Read, shape: list[int], is_read: bool
@@ -214,6 +215,28 @@ def test_a_size_that_torch_cannot_hold_is_refused(read: Read, tmp_path: Path, si
     (tmp_path / "x.safetensors").write_bytes(data)
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.get_tensor("a").shape == read(data).tensors[0].shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_read"),
+    [
+        ([0, 1 << 62, 3], False),
+        ([0, 1 << 32, 1 << 32], False),
+        ([0, 5, 1 << 62], False),
+        ([1 << 62, 3, 0], True),
+        ([0, (1 << 63) - 1, 1], True),
+        ([3, 0, 1 << 62], True),
+    ],
+)
+def test_a_stride_that_torch_cannot_count_is_refused(read: Read, shape: list[int], is_read: bool) -> None:
+    data = made({"a": entry(0, 0, "F32", shape)})
+    if is_read:
+        assert load(data)["a"].shape == read(data).tensors[0].shape
+        return
+    with pytest.raises(RuntimeError, match="Stride calculation overflowed"):
+        load(data)
+    with pytest.raises(FormatError, match="the shape of 'a' has a stride"):
+        read(data)
 
 
 @pytest.mark.slow
