@@ -49,7 +49,7 @@ class TruncatedFile(Finding):
 
 
 _FOUND_BY_TORCH = 69_562
-"""Most bytes after a zip archive with which torch 2.13 finds its end. For some sizes it does not find it after 4,075."""
+"""Most bytes after a zip archive with which torch 2.13 finds its end. In small files it can miss it after 4,075."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
