@@ -4,6 +4,7 @@ Each is saved, and damaged in five ways: behind ``module.``, without the tensors
 size in its config. A number limits it to each Nth class. An error about a folder that loads complete is a false alarm.
 """
 
+import json
 import sys
 import tempfile
 import time
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,19 +28,22 @@ from tests.tiny_models import Tensors, load, reconfigure, tensors_of, tiny, writ
 Damage = Callable[[Path, Tensors], None]
 
 
-def damages(known: Architecture, tensors: Tensors, config: dict[str, object]) -> Iterator[tuple[str, Damage]]:
+def damages(known: Architecture, tensors: Tensors, config: dict[str, Any]) -> Iterator[tuple[str, Damage]]:
     """Yield each damage that a class can have."""
     yield "none", lambda root, tensors: None
     yield (
         "prefix",
         lambda root, tensors: write(root, {f"module.{key}": each for key, each in tensors.items()}),
     )
+    yield "resized", resized
     for kind, sizes in (("layers", known.numbers), ("rows", known.rows)):
         attributes = {follows.attribute for follows in sizes.values()}
         for attribute in sorted(attributes):
             if (value := known.value(config, attribute)) is not None:
                 name = "__".join(attribute.path)
                 yield kind, lambda root, _, name=name, value=value: reconfigure(root, **{name: value + 1})  # type: ignore[misc]
+            if attribute.path[-1] in _part(config, attribute.path[:-1]):
+                yield "left out", lambda root, _, path=attribute.path: leave_out(root, path)  # type: ignore[misc]
     for pattern in known.numbers:
         numbers = {
             ".".join(key.split(".")[: pattern.count(".") + 1])
@@ -53,6 +58,28 @@ def damages(known: Architecture, tensors: Tensors, config: dict[str, object]) ->
                     root, {key: each for key, each in tensors.items() if not key.startswith(f"{lost}.")}
                 ),
             )
+
+
+def resized(root: Path, tensors: Tensors) -> None:
+    """Save the model with 7 tokens more, where its class can."""
+    (name,) = read_config(root, "config.json")["architectures"]
+    with suppress(Exception):
+        model = getattr(transformers, name).from_pretrained(root)
+        model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 7)
+        model.save_pretrained(root)
+
+
+def _part(config: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        config = config.get(name) or {}
+    return config
+
+
+def leave_out(root: Path, path: tuple[str, ...]) -> None:
+    """Take an attribute out of the config."""
+    config = read_config(root, "config.json")
+    del _part(config, path[:-1])[path[-1]]
+    (root / "config.json").write_text(json.dumps(config))
 
 
 def main(step: int) -> None:
