@@ -249,3 +249,26 @@ def test_one_of_two_families_is_compared(tmp_path: Path) -> None:
     torch.save({f"module.{key}": each for key, each in tensors.items()}, tmp_path / "pytorch_model.bin")
     assert load(tmp_path) == "complete"
     assert told(tmp_path) == []
+
+
+def test_prefixes_with_other_keys(tmp_path: Path) -> None:
+    """A head of the script's own is no class's, and all weights stay random; a file of something else is not told."""
+    tensors = {f"module.{key}": each for key, each in saved(tmp_path).items()}
+    write(tmp_path, {**tensors, "module.v_head.weight": torch.ones(1, 16)})
+    assert load(tmp_path) == "21 random, 22 unused"
+    assert told(tmp_path) == [("dead-weights", "error")]
+    write(tmp_path, {**tensors, **{f"module.mine.{number}": torch.ones(1) for number in range(5)}})
+    assert told(tmp_path) == []
+    twice = {f"{'module.' if 'layers' in key else ''}{key}": each for key, each in tensors.items()}
+    write(tmp_path, twice)
+    assert told(tmp_path) == [("dead-weights", "error")]
+
+
+def test_an_attribute_that_nobody_knows_is_not_checked(tmp_path: Path) -> None:
+    saved(tmp_path, "CLIPModel")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["text_config"]["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_version": "4.40.0"}))
+    assert told(tmp_path) == []
+    (words,) = unchecked(tmp_path)
+    assert "text_config.num_hidden_layers" in words

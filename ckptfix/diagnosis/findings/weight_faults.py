@@ -54,6 +54,14 @@ class DoubtfulWeights(DeadWeights):
         return f"{self.reason}; if from_pretrained is to load the folder: ckptfix repair DIR --allow dead-weights"
 
 
+class MixedWeights(DoubtfulWeights):
+    """Weights behind several prefixes: no load finds all of them."""
+
+    __slots__ = ()
+
+    severity = Severity.ERROR
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedConfig(Finding):
     """Weights of other sizes than the config says.

@@ -27,9 +27,10 @@ from ckptfix.diagnosis.findings.weight_faults import (
     DoubtfulWeights,
     DroppedLayers,
     MismatchedConfig,
+    MixedWeights,
 )
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, series
 
 _BASE = ("base_model", "model")
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
@@ -56,12 +57,15 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     names = _Names(load, known)
     placed = [*_placed(known, names.expected)]
     findings = [*names.findings(), *_numbers(load, known, placed)]
-    if "quantization_config" not in load.config:
-        # Other methods pack the rows of a weight.
+    unchecked = list(_uncertain(load, known, placed))
+    if "quantization_config" in load.config:
+        unchecked.append(f"{load.path}: rows of its embeddings, because methods of quantization pack them")
+    else:
         findings += _rows(load, known, placed)
     is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
     return LoadVerdict(
         tuple(findings),
+        tuple(unchecked),
         explained=frozenset(
             (kind, file) for kind in (NestedPrefix, WrapperPrefix) for file in load.files if is_explained
         ),
@@ -86,8 +90,10 @@ class _Names:
             for key, name in bare.items()
             if name != key and name not in load.tensors and known.fits(name) and not known.fits(key)
         }
-        # A key that fits neither way: what else the file is for is not known.
-        if not all(known.fits(name) or known.fits(key) for key, name in bare.items()):
+        fitting = sum(map(known.fits, load.tensors))
+        # Keys that fit neither way, such as of a head of the script's own, must be few, and no other key may fit.
+        is_certain = fitting + len(self._dead) == len(load.tensors)
+        if not is_certain and (fitting or 10 * len(self._dead) < 9 * len(load.tensors)):
             self._dead = {}
         self.expected = {self._dead.get(key, key): key for key in load.tensors}
 
@@ -110,7 +116,7 @@ class _Names:
         }
         if len(chains) > 1:
             reason = "its keys begin with several prefixes, and a repair removes one of them"
-            yield DoubtfulWeights(**facts, reason=reason)
+            yield MixedWeights(**facts, reason=reason)
         elif self._load.states_of == "save_state":
             reason = "save_state wrote the folder, and load_state finds these keys in a model that the script wraps"
             yield DoubtfulWeights(**facts, reason=reason)
@@ -148,6 +154,23 @@ def _placed(known: Architecture, keys: Mapping[str, str]) -> Iterator[_Placed]:
             yield prefix + name, prefix + pattern, key
         elif (base := pattern.removeprefix(prefix)) in known.keys:
             yield name.removeprefix(prefix), base, key
+
+
+def _uncertain(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[str]:
+    """Yield in words the attributes that neither the config nor the default of its class tells."""
+    patterns = {pattern for _, pattern, _ in placed}
+    sizes = [follows for (pattern, _), follows in known.rows.items() if pattern in patterns]
+    sizes += [
+        follows
+        for group, follows in known.numbers.items()
+        if any(each.startswith(f"{group}.") for each in patterns)
+    ]
+    names = {str(each.attribute): None for each in sizes if known.size(load.config, each) is None}
+    if names:
+        yield (
+            f"{load.path} against {CONFIG}: {series(list(names))}, which it leaves out or another config overrides; "
+            "ckptfix check --load asks the library itself"
+        )
 
 
 def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
