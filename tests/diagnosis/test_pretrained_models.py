@@ -259,6 +259,11 @@ def test_prefixes_with_other_keys(tmp_path: Path) -> None:
     assert told(tmp_path) == [("dead-weights", "error")]
     write(tmp_path, {**tensors, **{f"module.mine.{number}": torch.ones(1) for number in range(5)}})
     assert told(tmp_path) == []
+    buffers = {
+        f"module.model.layers.{number}.self_attn.rotary_emb.inv_freq": torch.ones(4) for number in (0, 1)
+    }
+    write(tmp_path, {**tensors, **buffers, "module.v_head.weight": torch.ones(1, 16)})
+    assert told(tmp_path) == [("dead-weights", "error")]
     twice = {f"{'module.' if 'layers' in key else ''}{key}": each for key, each in tensors.items()}
     write(tmp_path, twice)
     assert told(tmp_path) == [("dead-weights", "error")]

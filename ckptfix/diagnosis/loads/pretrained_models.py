@@ -17,7 +17,7 @@ from ckptfix.checkpoint.architectures import (
     pattern_of,
     table_version,
 )
-from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS, WRAPPERS, dotted, without_private_wrappers
+from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS, WRAPPERS, dotted, is_computed, without_private_wrappers
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.findings.base import Finding
@@ -90,12 +90,16 @@ class _Names:
             for key, name in bare.items()
             if name != key and name not in load.tensors and known.fits(name) and not known.fits(key)
         }
-        fitting = sum(map(known.fits, load.tensors))
+        others = [key for key in load.tensors if key not in self._dead and not self._is_ignored(key)]
+        unknown = sum(not known.fits(key) for key in others)
         # Keys that fit neither way, such as of a head of the script's own, must be few, and no other key may fit.
-        is_certain = fitting + len(self._dead) == len(load.tensors)
-        if not is_certain and (fitting or 10 * len(self._dead) < 9 * len(load.tensors)):
+        if unknown and (unknown < len(others) or 10 * unknown > len(load.tensors)):
             self._dead = {}
         self.expected = {self._dead.get(key, key): key for key in load.tensors}
+
+    def _is_ignored(self, key: str) -> bool:
+        """Return whether a load passes over a key, such as of buffers that earlier versions saved."""
+        return is_computed(key) or any(re.search(pattern, key) for pattern in self._known.unexpected)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the finding about keys behind a prefix."""
