@@ -105,9 +105,11 @@ class _Values:
         return max((self._saved.step or 0, *map(self._number, _spread(tensors, _STEPS_READ))))
 
     def _number(self, tensor: Any) -> float:
-        data = b"".join(self.blocks(tensor))
+        data = b"".join(self.blocks(tensor, 8))
         if tensor.dtype == "BF16":
             data = b"\0\0" + data
+        if len(data) != struct.calcsize(_FORMATS[tensor.dtype]):
+            return 0
         number: float = struct.unpack(_FORMATS[tensor.dtype], data)[0]
         return number if 0 <= number < _MOST else 0
 

@@ -217,3 +217,26 @@ def test_zero_moments_in_a_bundle_and_in_a_dcp_folder(tmp_path: Path) -> None:
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     assert found(tmp_path / "checkpoint") == ZERO
+
+
+ODD = (
+    torch.arange(40.0)[30:31],
+    torch.as_strided(torch.arange(40.0), (1, 1), (7, 9), 30),
+    torch.tensor(30.0).expand(1, 1),
+    torch.tensor(30, dtype=torch.int16),
+    torch.tensor(float("nan")),
+    torch.tensor(float("inf")),
+    torch.tensor(-30.0),
+    torch.tensor(1 << 62),
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_steps_that_no_optimizer_of_torch_makes(tmp_path: Path, odd: Any) -> None:
+    zeroed(tmp_path, net(), 0)
+    state = torch.load(tmp_path / "optimizer.bin", weights_only=True)
+    for states in state["state"].values():
+        states["step"] = odd
+    torch.save(state, tmp_path / "optimizer.bin")
+    is_step = odd.dtype is torch.float32 and odd.item() == 30
+    assert found(tmp_path) == (ZERO if is_step else [])
