@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckptfix
@@ -23,6 +24,7 @@ from tests.stores.servers import bucket, ministack, ministack_process, upload_fo
 
 __all__ = ["bucket", "ministack", "ministack_process"]
 
+Tensors = dict[str, torch.Tensor]
 Told = list[tuple[str, str]]
 """Severity and sentence of each finding."""
 
@@ -215,6 +217,59 @@ def test_healthy_runs_are_clean(train: Callable[[Path], Path], tmp_path: Path) -
     folders = sorted(path for path in output.iterdir() if path.is_dir() and "heckpoint" in path.name)
     assert len(folders) >= 3
     assert {folder.name: told(folder) for folder in folders} == {folder.name: [] for folder in folders}
+
+
+def in_sub_folder(folder: Path, weights: Tensors, optimizer: dict[str, Any]) -> str:
+    """Save as hooks of diffusers' scripts do."""
+    (folder / "unet").mkdir()
+    save_file(weights, folder / "unet/diffusion_pytorch_model.safetensors")
+    torch.save(optimizer, folder / "optimizer.bin")
+    return "unet/diffusion_pytorch_model.safetensors"
+
+
+def in_shards(folder: Path, weights: Tensors, optimizer: dict[str, Any]) -> str:
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, key in zip(names, weights, strict=True):
+        save_file({key: weights[key]}, folder / name)
+    index = {"metadata": {}, "weight_map": dict(zip(weights, names, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save(optimizer, folder / "optimizer.bin")
+    return names[0]
+
+
+def in_dcp(folder: Path, weights: Tensors, optimizer: dict[str, Any]) -> str:
+    """Save as FSDP does."""
+    dcp.save({"model": weights}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    return "pytorch_model_fsdp_0/__0_0.distcp"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save", [in_sub_folder, in_shards, in_dcp], ids=lambda save: save.__name__)
+def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 40)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    stale: Tensors = {}
+    for number in range(1, 5):
+        model(torch.rand(2, 30)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        folder = tmp_path / f"checkpoint_{number}"
+        folder.mkdir()
+        # The third save writes the weights of the second one.
+        path = save(folder, stale if number == 3 else weights, optimizer.state_dict())
+        stale = weights
+        torch.save(schedule.state_dict(), folder / "scheduler.bin")
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    found = [told(tmp_path / f"checkpoint_{number}") for number in range(1, 5)]
+    assert [len(findings) for findings in found] == [0, 0, 1, 0]
+    ((severity, words),) = found[2]
+    assert severity == "warning"
+    assert words.startswith(f"{path}: weights of checkpoint_2 (expected new values: ")
+    assert "at a learning rate of 0.001" in words
 
 
 def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
