@@ -37,7 +37,7 @@ class OtherRun(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a checkpoint records of its run: step -> its entries, as text, and the values of the first of them."""
+    """History of a run as a checkpoint records it. ``entries``: step -> text of an entry -> its values."""
 
     entries: Mapping[int, Mapping[str, Mapping[str, Any]]]
     max_steps: int | None
