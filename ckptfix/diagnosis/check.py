@@ -351,11 +351,10 @@ def _checked(
         halves = tuple(half_downloads(target.root)) if target.only is None else ()
         bare = judge_bare(folder, partial(resume_problem, siblings=siblings)) if not pending else None
         near = siblings.of(target.root)
-        marks = tuple(unmarked(near)) if target.only is None and bare is None else ()
         if (
             bare is None
             and not pending
-            and not marks
+            and not any(unmarked(near) if target.only is None else ())
             and not halves
             and not (target.only is None and lists_models(target.root))
         ):
@@ -403,7 +402,6 @@ def _checked(
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
     findings = (
         *pending,
-        *marks,
         *lacking,
         *of_headers,
         *(diagnose_stale_saves(folder, diagnosis.sharded, near, data=data) if of_run else ()),
@@ -447,8 +445,11 @@ def _nested(outer: Path, inner: Path) -> tuple[NestedCheckpoint, ...]:
 def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -> tuple[Finding, ...]:
     """Return the findings that the checkpoints next to one show: files that it lacks, and files of other entries."""
     is_without_model = any(isinstance(one, MissingModel) and not one.model for one in diagnosis.findings)
-    if target.only is not None or is_without_model:
+    if target.only is not None:
         return ()
+    marks = tuple(unmarked(neighbours))
+    if is_without_model:
+        return marks
     told = {name for finding in diagnosis.findings for name in _told_of(finding)}
     missing = compared(target.root, neighbours, told)
     damaged = frozenset(
@@ -458,6 +459,7 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
     )
     folder = diagnosis.folder
     return (
+        *marks,
         *missing,
         *diagnose_unread_shards(folder, neighbours),
         *diagnose_exchanged(

@@ -189,3 +189,12 @@ def test_a_store_is_looked_at_as_a_folder(tmp_path: Path, bucket: str, said: Sai
 
 def told_of(url: str) -> list[Any]:
     return [str(one.path) for one in check(url).findings if one.code == "interrupted-save"]
+
+
+def test_a_repair_says_the_same(tmp_path: Path, said: Said) -> None:
+    folders = saves(tmp_path, "speculators")
+    assert said("repair", folders[3])[0] == 0
+    (folders[3] / ".complete").unlink()
+    status, out, err = said("repair", folders[3])
+    assert status == 1
+    assert ".complete is missing, which 3 has" in out + err
