@@ -306,7 +306,8 @@ def check(
     missing here. ``siblings``: other checkpoints that may be of the run, for names that no library gives, such as
     ``x_3``; with them, tensors are compared with those of the checkpoint before. ``resumes``: also report why
     ``latest_checkpoint`` passes over it. ``load``: also ask transformers, PEFT or diffusers what they load, in a
-    process of their own that reads no tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte counts.
+    process of their own that reads no tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte
+    counts.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """

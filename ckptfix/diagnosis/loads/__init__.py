@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.loading_order import SAFE
+from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
 
-JUDGED = ("peft", "transformers")
-"""Libraries with rules about their loads."""
+JUDGED = ("peft", "transformers", "diffusers")
+"""Libraries with rules about their loads. Of diffusers there is none yet: what is not checked is listed."""
 
 
 def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
@@ -21,6 +22,10 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
     for load in loads:
         if load.library == "transformers":
             of_models.append(load)
+            continue
+        if load.library == "diffusers":
+            words = f"{load.path} against {CONFIG}; ckptfix check --load asks diffusers"
+            verdicts.append(LoadVerdict(unchecked=(words,), compared=frozenset({CONFIG})))
             continue
         from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves
 

@@ -146,6 +146,7 @@ def judge_adapter(load: Load) -> LoadVerdict:
             )
     else:
         unchecked.append(f"{load.path}: ranks and missing tensors of an adapter of type {kind}")
+    unchecked.append(f"{load.path} against its base model (modules, shapes); ckptfix check --load asks PEFT")
     return LoadVerdict(tuple(findings), tuple(unchecked), frozenset(explained))
 
 

@@ -63,9 +63,10 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     else:
         findings += _rows(load, known, placed)
     is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
+    beyond = f"{load.path}: keys and shapes beyond prefixes, layers, experts and rows of embeddings"
     return LoadVerdict(
         tuple(findings),
-        tuple(unchecked),
+        (*unchecked, f"{beyond}; ckptfix check --load asks the library itself"),
         explained=frozenset(
             (kind, file) for kind in (NestedPrefix, WrapperPrefix) for file in load.files if is_explained
         ),
