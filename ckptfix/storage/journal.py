@@ -50,6 +50,7 @@ from ckptfix.storage.transaction_plan import TransactionRecord, read_record, wri
 from ckptfix.storage.transactions import (
     State,
     TransactionInfo,
+    check_dropped,
     check_real,
     check_undoable,
     describe,
@@ -183,7 +184,7 @@ def commit(
     watching = tuple(dict.fromkeys((*_all_paths(edits), *watched)))
     building = root / JOURNAL / f"{number:04}.building"
     pending, done = building.with_suffix(".pending"), building.with_suffix(".done")
-    _build(root, building, edits, target, summary, watching, digests or {}, progress)
+    record = _build(root, building, edits, target, summary, watching, digests or {}, progress)
     try:
         os.rename(building, pending)
         sync_folder(root / JOURNAL)
@@ -214,6 +215,7 @@ def commit(
                 {path: samples_digest(root / path) for path in watching if os.path.lexists(root / path)},
             )
             sync_folder(pending)
+            check_dropped(work, record, progress)
         for index, edit in enumerate(edits):
             check_kept(work, index, edit, notes[index])
         os.rename(pending, done)
@@ -384,9 +386,9 @@ def _build(
     watching: tuple[PurePosixPath, ...],
     digests: Mapping[PurePosixPath, Digests],
     progress: Progress | None,
-) -> None:
-    """Write everything that the transaction needs. When that fails, for instance on a full disk, nothing has
-    changed.
+) -> TransactionRecord:
+    """Write everything that the transaction needs, and return its plan. When that fails, for instance on a full disk,
+    nothing has changed.
     """
     try:
         with suppress(FileExistsError):
@@ -406,6 +408,7 @@ def _build(
         write_record(building, record)
         start_notes(building)
         sync_folder(building)
+        return record
     except BaseException as error:
         with suppress(OSError):  # the next run removes it
             remove_folder(building)

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
-from ckptfix.storage.comparing import SEGMENT, Digests
+from ckptfix.storage.comparing import SEGMENT, Digests, Run, first_difference, same_bytes_without_reading
 from ckptfix.storage.copying import copy_range
-from ckptfix.storage.parallel import Control, processors, run_all
+from ckptfix.storage.parallel import Control, Progress, processors, run_all
 from ckptfix.storage.paths import locate
-from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
+from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +259,41 @@ def differing(recipe: Recipe, bytes_of: Callable[[Part], Bytes]) -> Iterator[Pur
     yield from (path for path, digest in recipe.digests if now.get(path) != digest)
 
 
+def is_made(
+    recipe: Recipe, made: Path, bytes_of: Callable[[Part], Bytes], progress: Progress | None = None
+) -> bool:
+    """Return whether the file ``made`` has the bytes that the recipe makes now. Blocks that both share are not read.
+
+    ``bytes_of``: as of ``differing``. Raises OSError, ChangedError when a file is too short.
+    """
+    literals: list[tuple[int, bytes]] = []
+    runs: dict[Path, list[Run]] = {}
+    position = 0
+    for piece in recipe.pieces:
+        if isinstance(piece, Literal):
+            literals.append((position, piece.data))
+        position += piece.length
+    for part in parts_of(recipe):
+        position = part.position
+        for place in bytes_of(part):
+            if isinstance(place, bytes):
+                literals.append((position, place))
+                position += len(place)
+            else:
+                runs.setdefault(place.path, []).append(Run(position, place.offset, place.length))
+                position += place.length
+    with open_reader(made) as reader:
+        if reader.size != recipe.size or any(reader.read(at, len(data)) != data for at, data in literals):
+            return False
+        for path, shared in runs.items():
+            with open_reader(path) as source:
+                if not same_bytes_without_reading(reader, source, shared) and first_difference(
+                    reader, source, shared, progress=progress
+                ):
+                    return False
+    return True
+
+
 def _joined(parts: Sequence[Part], digests: Sequence[bytes]) -> tuple[tuple[PurePosixPath, str], ...]:
     both = zip(parts, digests, strict=True)
     return tuple(
@@ -282,7 +317,10 @@ def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
 
             def hash_share(start: int) -> None:
                 for number in range(start, min(start + share, len(parts))):
-                    digests[number] = _hashed(parts[number], files, buffer)
+                    digest = hashlib.sha256()
+                    for block in _blocks(parts[number], files, buffer):
+                        digest.update(block)
+                    digests[number] = digest.digest()
 
             yield hash_share
 
@@ -290,9 +328,13 @@ def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
     return digests
 
 
-def _hashed(part: Bytes, files: OpenFiles, buffer: memoryview) -> bytes:
-    digest = hashlib.sha256()
-    for one in part:
-        for block in (one,) if isinstance(one, bytes) else files.blocks((one,), buffer):
-            digest.update(block)
-    return digest.digest()
+def read_bytes(part: Bytes) -> bytes:
+    """Return a short stretch as bytes. Raises OSError, ChangedError when a file is too short."""
+    buffer = page_buffer(min(_BLOCK, ends_of(part)[-1] if part else 0))
+    with OpenFiles() as files:
+        return b"".join(map(bytes, _blocks(part, files, buffer)))
+
+
+def _blocks(part: Bytes, files: OpenFiles, buffer: memoryview) -> Iterator[bytes | memoryview]:
+    for piece in part:
+        yield from (piece,) if isinstance(piece, bytes) else files.blocks((piece,), buffer)

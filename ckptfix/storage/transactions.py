@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from typing_extensions import assert_never
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, JournalError, OperationError
-from ckptfix.storage.comparing import fingerprint, samples_digest
+from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
+from ckptfix.storage.comparing import ends_digest, fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
 from ckptfix.storage.reading import Piece, origin_of, store_of
 from ckptfix.storage.recipes import (
@@ -28,7 +29,9 @@ from ckptfix.storage.recipes import (
     cut_pieces,
     differing,
     ends_of,
+    is_made,
     parts_of,
+    read_bytes,
 )
 from ckptfix.storage.transaction_folder import Workspace, read_after, read_all_notes, read_samples
 from ckptfix.storage.transaction_plan import TransactionRecord, read_record
@@ -39,14 +42,17 @@ if TYPE_CHECKING:
 
 
 class Rebuilt(NamedTuple):
-    """A dropped file that an undo rebuilds: its path, its recipe, and the current location of a part's bytes.
+    """A deleted file that an undo rebuilds: the place of its edit, its path and its recipe.
 
-    ``bytes_of`` raises ChangedError where they are missing.
+    ``bytes_of``: the current location of a part's bytes; ``cut``: of a stretch of the file, from its offset and length.
+    Both raise ChangedError where bytes are missing.
     """
 
+    place: int
     path: PurePosixPath
     recipe: Recipe
     bytes_of: Callable[[Part], Bytes]
+    cut: Callable[[int, int], Bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +132,15 @@ def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuil
                     case Kept():
                         views[edit.path] = _file(work.old(index, edit.previous))
                     case Recipe():
-                        if isinstance(edit, Remove):
-                            yield Rebuilt(edit.path, edit.previous, bytes_of)
-                        views[edit.path] = made(edit.previous)
+                        previous = made(edit.previous)
+                        yield Rebuilt(index, edit.path, edit.previous, bytes_of, previous.cut)
+                        views[edit.path] = previous
             case _:
                 assert_never(edit)
 
 
 def _is_rebuilt(edit: Record) -> bool:
-    return isinstance(edit, Remove) and isinstance(edit.previous, Recipe)
+    return isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe)
 
 
 def _file(path: Path) -> _View | None:
@@ -401,15 +407,34 @@ def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
             )
 
 
+def check_dropped(work: Workspace, record: TransactionRecord, progress: Progress | None) -> None:
+    """Compare every byte of the files that the commit deletes with what their recipes make.
+
+    A file that was written through a memory map, or replaced by one of its size and time (``tar``, ``rsync -t``), looks
+    as it was planned for. It was deleted, and no undo could rebuild it.
+
+    Raises ChangedError, OSError.
+    """
+    for rebuilt in rebuilt_files(work, record):
+        old = work.old(rebuilt.place, rebuilt.recipe)
+        if not is_made(rebuilt.recipe, old, rebuilt.bytes_of, progress):
+            raise FileChangedError(
+                work.root / next(differing(rebuilt.recipe, rebuilt.bytes_of), rebuilt.path)
+            )
+
+
 def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:
     """Hash every byte of other files that goes into a restored file."""
-    for path, recipe, bytes_of in rebuilt_files(Workspace(root, done), record):
-        for source in differing(recipe, bytes_of):
+    work = Workspace(root, done)
+    notes = read_all_notes(done, len(record.edits))
+    for rebuilt in rebuilt_files(work, record):
+        path, recipe = rebuilt.path, rebuilt.recipe
+        for source in differing(recipe, rebuilt.bytes_of):
             now = {
                 piece.path
                 for part in parts_of(recipe)
                 if part.source == source
-                for piece in bytes_of(part)
+                for piece in rebuilt.bytes_of(part)
                 if isinstance(piece, Piece)
             }
             names = ", ".join(sorted(map(str, now)))
@@ -418,6 +443,19 @@ def _check_restored(root: Path, done: Path, number: int, record: TransactionReco
                 f"sha256, so that an undo would restore {path} with other bytes; nothing was undone; bring back "
                 f"{names} as the repair left it, then: {command('undo', root, record.target)}; or {forget(root)}"
             )
+        old = notes[rebuilt.place].old
+        if old is not None and _ends_of(rebuilt) != old.sha256:
+            raise ChangedError(
+                f"{root / path}: cannot be rebuilt: it was written while repair {number} ran, and ckptfix before 0.6.0 "
+                f"deleted it then; nothing was undone; {forget(root)}"
+            )
+
+
+def _ends_of(rebuilt: Rebuilt) -> str:
+    def read(offset: int, length: int) -> bytes:
+        return read_bytes(rebuilt.cut(offset, length))
+
+    return ends_digest(read, rebuilt.recipe.size)
 
 
 def _check_space(root: Path, record: TransactionRecord) -> None:
