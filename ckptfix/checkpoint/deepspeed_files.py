@@ -34,7 +34,9 @@ UNIVERSAL = PurePosixPath("zero")
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
 _STATE = ".pt"
-_STEP = re.compile("global_step[0-9]+")
+STEP = re.compile("global_step[0-9]+")
+"""Name of a folder of DeepSpeed, as the Trainer gives it."""
+
 _ON_NVME = "offloaded_tensors"
 _MAX_LATEST = 4096
 
@@ -91,7 +93,7 @@ def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
     tags = [
         name
         for name in folder.subfolders
-        if (parse_deepspeed_folder_name(str(name)) or _STEP.fullmatch(str(name)))
+        if (parse_deepspeed_folder_name(str(name)) or STEP.fullmatch(str(name)))
         and _is_deepspeed(folder.root / name)
     ]
     names = set(names_in(folder.root)) if tags else set()

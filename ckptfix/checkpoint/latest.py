@@ -29,6 +29,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
+from ckptfix.checkpoint.placeholders import files_with_placeholders
 from ckptfix.checkpoint.state_contents import is_weights_file, state_problem, weights_without_tensors
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
@@ -351,7 +352,16 @@ def _unloadable_weights(folder: CheckpointFolder) -> str | None:
     if any(deepspeed_folders(folder)):
         return None
     empty = next(weights_without_tensors(folder), None)
-    return f"{empty.path} holds no tensors, and its model has some" if empty is not None else None
+    if empty is not None:
+        return f"{empty.path} holds no tensors, and its model has some"
+    return next(
+        (
+            f"{component.path} holds {problem.holds}"
+            for component, _, problem in files_with_placeholders(folder)
+            if is_weights_file(component.name)
+        ),
+        None,
+    )
 
 
 def _is_loaded_whole(name: FileName) -> bool:

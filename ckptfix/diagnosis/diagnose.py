@@ -75,8 +75,10 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_keys,
     diagnose_lora,
     diagnose_meta_tensors,
+    diagnose_placeholders,
     diagnose_renamed,
     diagnose_wrong_states,
+    unchecked_weights,
 )
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
@@ -272,6 +274,7 @@ def diagnose(
         ]
         findings += renamed
         findings += diagnose_meta_tensors(folder)
+        findings += diagnose_placeholders(folder)
         findings += diagnose_keys(folder)
         findings += diagnose_lora(folder)
         damaged = _paths(findings, _OF_CONTENT)
@@ -348,6 +351,7 @@ def diagnose(
             *_not_checked(folder, sharded, deepspeed, findings, looked_at, of_loads.compared, data=data),
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
+            *(unchecked_weights(folder) if folder.only is None else ()),
             *of_optimizers.unchecked,
             *of_values.unchecked,
             *trainer.unchecked,

@@ -3,16 +3,19 @@
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
+from ckptfix.checkpoint.placeholders import files_with_placeholders, remedy_for_placeholders
 from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
     Content,
     content_of,
+    holds_no_tensor,
     is_weights_file,
     problems_inside,
     state_problem,
@@ -26,9 +29,13 @@ from ckptfix.diagnosis.findings.misplaced import (
     UnknownState,
     WrongState,
 )
-from ckptfix.formats.pickle_tree import Text, pairs
+from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_tree import Text, is_dict_like, pairs
+from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_tensors import is_tensor
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.wording import list_names
 
 _EFFECTS = {
     Content.OPTIMIZER: "the load fails",
@@ -70,6 +77,12 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             )
     problems = {path: problem for path, problem in judged.items() if problem is not None}
     problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
+    placeholders = {
+        component.path: problem
+        for component, _, problem in files_with_placeholders(folder)
+        if is_weights_file(component.name)
+    }
+    problems |= placeholders
     if not problems:
         return
     contents = {path: content_of(file) for path, file in files.items()}
@@ -85,12 +98,13 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
     """First file that can be exchanged with a problem of a kind, by its number: 3,000 problems can have as many."""
     for path, problem in problems.items():
         # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off (transformers 5.23).
-        if problem is NO_TENSORS and tag:
+        if tag and (problem is NO_TENSORS or path in placeholders):
+            effect = problem.effect or "from_pretrained leaves the weights random"
             yield EmptyExport(
                 path=path,
                 holds=problem.holds,
                 expected=problem.expected.value,
-                effect=f"a resume with DeepSpeed reads {tag}/, and from_pretrained leaves the weights random",
+                effect=f"a resume with DeepSpeed reads {tag}/, and {effect}",
                 remedy=f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py",
             )
             continue
@@ -133,7 +147,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             expected=problem.expected.value,
             effect=problem.effect or ("load_state fails" if is_of_save_state else effects[problem.expected]),
             exchanged_with=exchanged_with,
-            remedy=problem.remedy,
+            remedy=remedy_for_placeholders(folder) if path in placeholders else problem.remedy,
         )
 
 
@@ -245,6 +259,63 @@ def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
                 expected=problem.expected.value,
                 effect="load_state_dict fails, unless the model is on the meta device, too",
                 remedy=problem.remedy,
+            )
+
+
+def unchecked_weights(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words what of the weights in a folder of ``save_state`` only the script's model shows."""
+    if not folder.is_save_state:
+        return
+    has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)
+    for component in folder.components:
+        file = component.content
+        if component.name.load_order is None or not isinstance(file, SafetensorsFile | TorchFile):
+            continue
+        if holds_no_tensor(file) and not has_optimizer:
+            yield f"whether {component.path} lost its tensors: it has none, as a module without parameters"
+        elif (
+            isinstance(file, TorchFile)
+            and state_problem(component.name, file) is None
+            and (keys := _odd_keys(file))
+        ):
+            yield (
+                f"whether the model of {component.path} takes {list_names(keys)}: load_state fails, unless a hook of "
+                "the model does"
+            )
+
+
+def _odd_keys(file: TorchFile) -> list[str]:
+    """Return the keys at the root of a state dict that have a number, a text or None next to tensors."""
+    with suppress(FormatError):
+        root = file.tree.root
+        entries = (
+            [(key.value, value) for key, value in pairs(root) if type(key) is Text]
+            if is_dict_like(root)
+            else []
+        )
+        if any(is_tensor(value) for _, value in entries):
+            return [
+                key
+                for key, value in entries
+                if "." not in key
+                and key != "bias"
+                and not key.endswith("_extra_state")
+                and (value is None or type(value) in (bool, int, float, Text))
+            ]
+    return []
+
+
+def diagnose_placeholders(folder: CheckpointFolder) -> Iterator[UnknownState]:
+    """Yield the weights in files of scripts that have placeholders of ZeRO-3. No loader knows their names."""
+    for component, key, problem in files_with_placeholders(folder):
+        if not is_weights_file(component.name):
+            yield UnknownState(
+                path=component.path,
+                key=key,
+                holds=problem.holds,
+                expected=problem.expected.value,
+                effect="load_state_dict of a model fails",
+                remedy=remedy_for_placeholders(folder),
             )
 
 

@@ -100,6 +100,14 @@ CONTENTS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "weights of a string": (replaced(**{"0_weight": "x"}), "a string under '0.weight'"),
     "weights of a number": (replaced(**{"0_weight": 1.0}), "a number under '0.weight'"),
     "weights of a list": (replaced(**{"0_weight": [1.0]}), "a list under '0.weight'"),
+    "an epoch": (
+        lambda state, root: {**state, "epoch": 3},
+        "a state dict with the progress of a training under 'epoch'",
+    ),
+    "counts": (
+        lambda state, root: {"global_step": 3, "epoch": 1.5, **state},
+        "a state dict with the progress of a training under 'global_step', 'epoch'",
+    ),
     "arrays of numpy": (
         lambda state, root: {key: value.numpy() for key, value in state.items()},
         "a numpy array under '0.weight'",
@@ -337,6 +345,38 @@ def test_no_model_is_blamed(model: str, tmp_path: Path) -> None:
     root = saved_by_accelerate(tmp_path / "checkpoint_0", MODELS[model]())
     assert refusal(root, MODELS[model]()) == ""
     assert told(root) == []
+
+
+def test_keys_that_only_a_hook_takes_are_listed_as_not_checked(tmp_path: Path) -> None:
+    words = "whether the model of pytorch_model.bin takes "
+    root = saved_by_accelerate(tmp_path / "hook", WithHook())
+    assert refusal(root, WithHook()) == ""
+    assert told(root) == []
+    assert [one for one in check(root).not_checked if one.startswith(words + "'format', 'bits'")]
+    root = saved_by_accelerate(tmp_path / "other")
+    assert not [one for one in check(root).not_checked if one.startswith(words)]
+    torch.save({**torch.load(root / WEIGHTS), "x": None}, root / WEIGHTS)
+    assert refusal(root)
+    assert [one for one in check(root).not_checked if one.startswith(words + "'x'")]
+
+
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_a_model_without_a_tensor_and_an_optimizer_is_listed_as_not_checked(
+    tmp_path: Path, is_safe: bool
+) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path), safe_serialization=is_safe)
+    assert not [one for one in check(tmp_path).not_checked if "lost its tensors" in one]
+    if is_safe:
+        save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
+    else:
+        torch.save({}, tmp_path / WEIGHTS)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        accelerator.load_state(str(tmp_path))
+    report = check(tmp_path)
+    assert report.status == 0
+    assert [one for one in report.not_checked if "lost its tensors" in one]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.keys import (
@@ -36,7 +37,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     UntrainedAdapter,
     UnusedAdapter,
 )
-from ckptfix.diagnosis.findings.misplaced import UnknownState
+from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.wording import count_of, list_names, series
 
@@ -105,7 +106,7 @@ def judge_adapter(load: Load) -> LoadVerdict:
     names = _Names(load, kind)
     findings: list[Finding] = list(names.findings())
     unchecked: list[str] = []
-    explained = {
+    explained: set[tuple[type[Finding], PurePosixPath]] = {
         (kind, file)
         for finding in findings
         if isinstance(finding, DeadAdapter) and finding.remove
@@ -122,6 +123,8 @@ def judge_adapter(load: Load) -> LoadVerdict:
         tensors = f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}"
         lacks = f"{tensors} hold no elements, such as {next(iter(lost))}, as ZeRO-3 leaves them in each rank"
         findings.append(_empty(load, lacks, "PEFT fails with 'size mismatch'"))
+        for file in load.files:
+            explained |= {(WrongState, file), (EmptyExport, file)}
     parameters = [
         parameter
         for key, expected in names.expected.items()
