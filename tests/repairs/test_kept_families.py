@@ -10,7 +10,7 @@ import pytest
 from ckptfix import Policy, check, repair, undo
 from ckptfix.cli import run
 from ckptfix.repairs.saved_plans import read_plan
-from tests.diagnosis.test_families import values, write
+from tests.diagnosis.test_families import PAIRS, values, write
 from tests.weight_loaders import REAL
 
 KINDS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
@@ -57,6 +57,20 @@ def test_a_loader_takes_the_family_that_was_kept(
     shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns(".ckptfix", "copy"))
     assert REAL[library](copy, **options) == 1
     shutil.rmtree(copy)
+    undo(tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_pair_of_names(pair: tuple[str, str], number: int, tmp_path: Path) -> None:
+    for value, name in enumerate(pair):
+        write(tmp_path / name, values(value))
+    before = contents(tmp_path)
+    repair(tmp_path, policy=keeping(pair[number]))
+    assert (tmp_path / pair[number]).exists()
+    assert not (tmp_path / pair[1 - number]).exists()
+    assert codes(tmp_path).isdisjoint(CODES)
     undo(tmp_path)
     assert contents(tmp_path) == before
 

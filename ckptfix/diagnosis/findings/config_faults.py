@@ -155,9 +155,10 @@ class ForeignQuantization(QuantizationMismatch):
     severity = Severity.NOTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnnamedMethod(Finding):
     """A ``quantization_config`` that names no method."""
+
+    __slots__ = ()
 
     code = QuantizationMismatch.code
     severity = Severity.ERROR
