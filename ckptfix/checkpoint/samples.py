@@ -93,7 +93,7 @@ def samples_of(pieces: Sequence[Piece], most: int = _MOST) -> tuple[Piece, ...]:
     if len(pieces) > _MOST_SAMPLES:
         pieces = [pieces[len(pieces) * number // _MOST_SAMPLES] for number in range(_MOST_SAMPLES)]
     size = min(SAMPLE, most // max(1, len(pieces)))
-    return tuple(piece._replace(length=min(size, piece.length)) for piece in pieces)
+    return tuple(Piece(path, offset, min(size, length)) for path, offset, length in pieces)
 
 
 def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:

@@ -36,9 +36,11 @@ def check_saves(folder: Path) -> None:
 
     def timed(*args: Any) -> None:
         begin, cpu = perf_counter(), thread_time()
-        check(*args)
-        seconds.append(perf_counter() - begin)
-        used.append(thread_time() - cpu)
+        try:
+            check(*args)
+        finally:
+            seconds.append(perf_counter() - begin)
+            used.append(thread_time() - cpu)
 
     checked_saves._check = timed  # type: ignore[assignment]
     try:

@@ -74,7 +74,7 @@ class _Last(NamedTuple):
 
 
 _last: "weakref.WeakKeyDictionary[Any, _Last]" = weakref.WeakKeyDictionary()
-"""What saves itself again and again (an Accelerator, a Trainer, a model) -> its last save."""
+"""An Accelerator, a Trainer or a model, which saves itself again and again -> its last save."""
 
 
 class _Trained(NamedTuple):
