@@ -164,6 +164,21 @@ def test_an_adapter_in_a_sub_folder(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert message.startswith(f"{tmp_path / 'new/other'}: {NAME}: ")
 
 
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_model_for_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
+    run = Run(llama())
+    for number in range(2):
+        run.step()
+        state = {f"{prefix}{key}": value for key, value in run.model.state_dict().items()}
+        run.model.save_pretrained(str(tmp_path / f"{number}"), state_dict=state)
+    _, loaded = type(run.model).from_pretrained(str(tmp_path / "0"), output_loading_info=True)
+    assert bool(loaded["missing_keys"]) is bool(prefix)
+    messages = warnings(caplog)
+    assert len(messages) == bool(prefix), messages
+    assert all(message.startswith(f"{tmp_path / '0'} (step 1): model.safetensors: ") for message in messages)
+
+
 class WrappedKeys(transformers.Trainer):  # type: ignore[misc]
     """Saves the tensors that a compiled model has for its adapter, as trainers of scripts do."""
 
