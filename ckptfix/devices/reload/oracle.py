@@ -43,7 +43,7 @@ NEEDS_MORE = "it needs more memory"
 
 
 class Unchecked(Exception):
-    """There is no answer; the message says why."""
+    """Raised where no answer exists; the message says why."""
 
 
 def ask(asked: Asked) -> LoadOutcome:
@@ -229,7 +229,7 @@ def _bases(
     home = _home_of_base(config)
     given = read_config(Path(home), "config.json")
     if not given:
-        raise Unchecked("config.json of the base model is no config")
+        raise Unchecked("config.json of the base model cannot be read")
     _ensure_own_code(given, "config.json of the base model")
     task = str(config.get("task_type"))
     auto = getattr(library.auto, f"AutoPeftModelFor{_TASKS.get(task)}", None)
