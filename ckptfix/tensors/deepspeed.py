@@ -109,7 +109,12 @@ def _named(
         else:
             found[name] = stored
     found.update((name, tensor) for name, tensor in placed.items() if name not in found)
-    for name, kept in ties.items():
-        if kept not in found:
+    for name, kept in [(name, kept) for name, kept in ties.items() if kept not in found]:
+        if not model.leaves_frozen_out:
             raise OperationError(f"{model.path}: {name!r} is tied to {kept!r}, which is not there; {AGAIN}")
+        # With exclude_frozen_parameters DeepSpeed takes a tied weight out of the module under its first name alone, and
+        # zero_to_fp32 passes over such a tie (0.19; the Trainer saves adapters so).
+        del ties[name]
+        if not (by_rank and 0 in model.module[name].shape):
+            found[name] = model.module[name]
     return tuple(found.values()), ties

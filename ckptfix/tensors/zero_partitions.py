@@ -93,7 +93,7 @@ class ModelStates:
     ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3 partitions.
     ``ties``: names in it that share a storage -> the first of them. ``groups``: for each parameter group the
     shapes in the order of the flat partitions, None without ZeRO. ``frozen``: shapes of parameters that are
-    not trained, and ``fragments`` of them. ``shared``: other name -> name of a tied parameter. ``ranks`` and
+    not trained, and ``fragments`` of them. ``leaves_frozen_out``: the save has no place for them. ``shared``: other name -> name of a tied parameter. ``ranks`` and
     ``parallel``: numbers of processes that data and model were divided among. ``is_dealt``: the shapes of a group are
     in the order in which ``round_robin_gradients`` dealt them to the ranks. ``left``: its other contents.
     ``saved_rank``: the rank in the name that the file was saved under. ``checksums``: record of a storage
@@ -109,6 +109,7 @@ class ModelStates:
     groups: tuple[Shapes, ...] | None
     frozen: Shapes
     fragments: Mapping[str, Flat]
+    leaves_frozen_out: bool
     shared: Mapping[str, str]
     ranks: int | None
     parallel: int | None
@@ -198,6 +199,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
         groups=None if groups is None else tuple(_groups(groups, kinds)),
         frozen=_shapes(child(root, "frozen_param_shapes"), _SIZE),
         fragments=fragments,
+        leaves_frozen_out=child(root, "frozen_param_shapes") is None,
         shared={
             name.value: kept.value
             for name, kept in pairs(child(root, "shared_params"))

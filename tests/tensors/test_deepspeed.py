@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptfix import check
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.reading import OpenFiles
@@ -303,6 +304,29 @@ def test_a_frozen_parameter_left_out_under_zero3(tmp_path: Path) -> None:
     make_zero(tmp_path, [trained((5, 3))], stage=3, ranks=2, frozen=frozen, changed=left_out)
     with pytest.raises(OperationError, match=r"the parameter 'base\.weight' is in no partition.*next: "):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tie_to_a_frozen_parameter_that_was_left_out(tmp_path: Path, stage: int) -> None:
+    """The Trainer saves an adapter of a tied GPT-2 so under ZeRO-3, and check called the file malformed."""
+    changed = {
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {"head": "embedding"},
+    }
+    head = torch.ones(3)
+    make_zero(
+        tmp_path, [trained((5, 3))], stage=stage, ranks=2, shared={"head": "p0.weight"}, changed=changed
+    )
+    for path in tmp_path.rglob("*_model_states.pt"):
+        states = torch.load(path, weights_only=True)
+        states["module"]["head"] = torch.empty(0) if stage == 3 else head
+        torch.save(states, path)
+    weights = open_checkpoint(tmp_path)
+    assert {tensor.fqn for tensor in weights.weights[0].tensors} == {"p0.weight"} | (
+        set() if stage == 3 else {"head"}
+    )
+    assert [finding for finding in check(tmp_path).findings if finding.severity.value == "error"] == []
 
 
 def test_a_frozen_share_that_is_too_short(tmp_path: Path) -> None:
