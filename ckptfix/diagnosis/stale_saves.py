@@ -39,6 +39,7 @@ _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
 """dtype of a step -> its code for ``struct``."""
 
 _MOST_STATES = 1000
+_MOST_STEPS = 1 << 53
 _HALVES = frozenset(("F16", "BF16"))
 _SCALAR = 8
 """Bytes of the longest number: longer storages of an optimizer are moments."""
@@ -115,7 +116,8 @@ def _judged(
         if same_weights and (same_optimizers or has_no_optimizer) and are_equal_counters:
             yield CopiedSave(path=path, save=before.name, state=state, sampled=is_sampled)
         return
-    if moved == _GLOBAL_STEP and now.may_have_skipped_since(then):
+    steps = now.counters[moved] - then.counters[moved]
+    if not moved.startswith(_OWN_STEP) and now.may_have_skipped(steps, then):
         return
     if not _has_moments(folder.root, optimizers) and (same_optimizers or not now.is_without_states):
         return
@@ -136,6 +138,7 @@ def _judged(
     )
 
 
+_OWN_STEP = "step in "
 _GLOBAL_STEP = f"global_step in {TRAINER_STATE}"
 
 
@@ -144,24 +147,28 @@ class _Progress(NamedTuple):
 
     ``counters``: by their names in messages; those that prove a step of the optimizer first. ``rate``: the highest
     learning rate of a param group with states, None where it is not known. ``scale``: of the gradients in fp16; None in
-    a run without, NaN where it cannot be read. ``is_without_states``: there is no optimizer, or it is SGD without
-    momentum.
+    a run without, NaN where it cannot be read. ``backoff``: its factor for a skipped step. ``is_without_states``: there
+    is no optimizer, or it is SGD without momentum.
     """
 
     counters: Mapping[str, float]
     rate: float | None
     scale: float | None
+    backoff: float
     is_without_states: bool
 
-    def may_have_skipped_since(self, then: "_Progress") -> bool:
-        """Return whether fp16 may have skipped all steps since then. Each skipped step lowers the scale."""
-        return self.scale is not None and not (then.scale is not None and self.scale >= then.scale)
+    def may_have_skipped(self, steps: float, then: "_Progress") -> bool:
+        """Return whether fp16 may have skipped all of these steps since then: each skipped one lowers the scale."""
+        if self.scale is None:
+            return False
+        return then.scale is None or not self.scale > 1.01 * then.scale * self.backoff**steps
 
 
 def _progress_of(folder: CheckpointFolder) -> _Progress:
     counters: dict[str, float] = {}
     last_rates: list[float] = []
     scale: float | None = None
+    backoff = 0.5
     for component in folder.components:
         content = component.content
         if not isinstance(content, TorchFile):
@@ -171,14 +178,16 @@ def _progress_of(folder: CheckpointFolder) -> _Progress:
             component.role is Role.OPTIMIZER
             and (step := _step_in(folder.root, component.path, content)) is not None
         ):
-            counters[f"step in {component.path}"] = step
+            counters[f"{_OWN_STEP}{component.path}"] = step
         elif component.role is Role.SCHEDULER:
             if (moves := moves_of(root)) is not None:
                 counters[f"last_epoch in {component.path}"] = moves
             last_rates += numbers_of(items_of(child(root, "_last_lr")))
         elif component.role is Role.GRAD_SCALER and is_dict_like(root):
             value = child(root, "scale")
-            scale = float(value) if isinstance(value, int | float) else nan
+            scale = value if isinstance(value, float) else nan
+            factor = child(root, "backoff_factor")
+            backoff = factor if isinstance(factor, float) and 0 < factor < 1 else backoff
     step_of_trainer = trainer_progress(folder.root).step
     if step_of_trainer is not None:
         counters[_GLOBAL_STEP] = step_of_trainer
@@ -188,6 +197,7 @@ def _progress_of(folder: CheckpointFolder) -> _Progress:
         counters=counters,
         rate=max(rates, default=None),
         scale=scale,
+        backoff=backoff,
         is_without_states=all(not optimizer.states and _is_plain_sgd(optimizer) for optimizer in saved),
     )
 
@@ -200,8 +210,8 @@ def _step_in(root: Path, path: PurePosixPath, file: TorchFile) -> float | None:
         for key, value in pairs(entry) if is_dict_like(entry) else ():
             if type(key) is not Text or key.value != "step":
                 continue
-            if isinstance(value, int | float):
-                return value
+            if type(value) is int:
+                return value if 0 <= value < _MOST_STEPS else None
             tensor = (
                 read_tensor(key, value, storages(tree)) if type(value) is Node and is_tensor(value) else None
             )

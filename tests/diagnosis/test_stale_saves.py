@@ -189,6 +189,15 @@ def with_skipped_steps(output: Path) -> Path:
     return output
 
 
+def with_a_schedule_that_moves_anyway(output: Path) -> Path:
+    """Do the same with a script that moves its schedule, too, when a step is skipped."""
+    with_skipped_steps(output)
+    for number in range(1, 5):
+        path = output / f"checkpoint-{number}" / SCHEDULER
+        torch.save({**torch.load(path), "last_epoch": number, "_step_count": number + 1}, path)
+    return output
+
+
 def of_rows_at_the_end(output: Path) -> Path:
     """Train the last rows of an embedding, as for new tokens: its first ones stay unchanged."""
     from accelerate import Accelerator
@@ -206,7 +215,7 @@ def of_rows_at_the_end(output: Path) -> Path:
 
 HEALTHY = [
     of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter, of_a_head, with_copies,
-    with_skipped_steps, of_rows_at_the_end,
+    with_skipped_steps, with_a_schedule_that_moves_anyway, of_rows_at_the_end,
 ]  # fmt: skip
 
 
@@ -270,6 +279,24 @@ def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> N
     assert severity == "warning"
     assert words.startswith(f"{path}: weights of checkpoint_2 (expected new values: ")
     assert "at a learning rate of 0.001" in words
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("scale", "expected"), [(2.0**16, "warning"), (2.0**13, "warning"), (2.0**6, "")])
+def test_a_scale_that_fell_less_often_than_steps_were_counted_proves_a_step(
+    scale: float, expected: str, tmp_path: Path
+) -> None:
+    output = with_skipped_steps(tmp_path / "run")
+    for name in ("checkpoint-2", "checkpoint-3"):
+        shutil.rmtree(output / name)
+    folder = output / "checkpoint-10"
+    shutil.copytree(output / "checkpoint-1", folder)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": 10}))
+    scaler = torch.load(folder / "scaler.pt")
+    torch.save({**scaler, "scale": scale}, folder / "scaler.pt")
+    shutil.rmtree(output / "checkpoint-4")
+    assert "".join(severity for severity, _ in told(folder)) == expected
 
 
 def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
