@@ -104,10 +104,11 @@ def history_of(checkpoint: Path) -> History | None:
     if not isinstance(history, list):
         return None
     entries: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for entry in history:
-        step = entry.get("step") if isinstance(entry, dict) else None
-        if type(step) is int:
-            entries.setdefault(step, {})[json.dumps(entry, sort_keys=True)] = entry
+    with suppress(RecursionError):
+        for entry in history:
+            step = entry.get("step") if isinstance(entry, dict) else None
+            if type(step) is int:
+                entries.setdefault(step, {})[json.dumps(entry, sort_keys=True)] = entry
     max_steps = state.get("max_steps")
     return History(entries, max_steps if type(max_steps) is int else None, time)
 
@@ -137,8 +138,8 @@ def _difference(entry: Mapping[str, Any], others: Any) -> str:
     for other in others:
         if entry.keys() == other.keys():
             keys = sorted(entry, key=lambda key: (key != "loss", key))
-            key = next(key for key in keys if repr(entry[key]) != repr(other[key]))
-            return f"{key} {entry[key]!r:.40} and {other[key]!r:.40}"
+            key = next((key for key in keys if repr(entry[key]) != repr(other[key])), "")
+            return f"{key} {entry[key]!r:.40} and {other[key]!r:.40}" if key else ""
     return ""
 
 

@@ -106,7 +106,7 @@ def _judged(
     is_sampled = not data and store_of(root) is None
     known = [name for name in now.counters if name in then.counters]
     moved = next((name for name in known if now.counters[name] > then.counters[name]), "")
-    words = ("weights",) * same_weights + ("state of the optimizer",) * same_optimizers
+    words = ("weights",) * same_weights + ("optimizer state",) * same_optimizers
     path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
     if not moved:
         are_equal_counters = all(now.counters[name] == then.counters[name] for name in known)

@@ -142,7 +142,16 @@ def test_one_run_is_taken_by_its_numbers(
     assert run(["check", "-r", str(folder)]) == 0
 
 
-@pytest.mark.parametrize("histories", [(None, None), ([1, None], [{"step": "1"}]), ([], [])])
+@pytest.mark.parametrize(
+    "histories",
+    [
+        (None, None),
+        ([1, None], [{"step": "1"}]),
+        ([], []),
+        ([{"step": 1, "x": {"y": [{}]}}], [{"step": 1, "x": {"y": [{}]}}]),
+        ([{"step": 10**400}], [{"step": -1}]),
+    ],
+)
 def test_histories_that_say_nothing_prove_nothing(
     histories: tuple[Any, Any], tmp_path: Path, older: Path
 ) -> None:

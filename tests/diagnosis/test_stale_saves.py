@@ -80,14 +80,14 @@ SAMPLED = "; the first bytes of each tensor are equal"
         (
             (OPTIMIZER,),
             [
-                f"{OPTIMIZER}: state of the optimizer of checkpoint-2 (expected new values: last_epoch in {SCHEDULER} "
+                f"{OPTIMIZER}: optimizer state of checkpoint-2 (expected new values: last_epoch in {SCHEDULER} "
                 "went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
         (
             (WEIGHTS, OPTIMIZER, SCHEDULER),
             [
-                f"{WEIGHTS}: weights and state of the optimizer of checkpoint-2 (expected new values: global_step in "
+                f"{WEIGHTS}: weights and optimizer state of checkpoint-2 (expected new values: global_step in "
                 "trainer_state.json went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
@@ -314,7 +314,7 @@ def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
     assert told(tmp_path / "checkpoint_3") == [
         (
             "note",
-            f"{WEIGHTS}: copy of checkpoint_2 (weights and state of the optimizer of it, and no counter moved)"
+            f"{WEIGHTS}: copy of checkpoint_2 (equal weights and optimizer state, and no counter moved)"
             + SAMPLED,
         )
     ]

@@ -67,7 +67,7 @@ class CopiedSave(StaleSave):
     severity = Severity.NOTE
 
     def __str__(self) -> str:
-        return f"{self.path}: copy of {self.save} ({self.state} of it, and no counter moved){self._compared}"
+        return f"{self.path}: copy of {self.save} (equal {self.state}, and no counter moved){self._compared}"
 
     @property
     def advice(self) -> str:
