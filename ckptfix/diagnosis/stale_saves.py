@@ -110,7 +110,7 @@ def _judged(
     path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
     if not moved:
         are_equal_counters = all(now.counters[name] == then.counters[name] for name in known)
-        has_no_optimizer = not any(
+        has_no_optimizer = not optimizers and not any(
             one.role is Role.OPTIMIZER for one in (*folder.components, *earlier.components)
         )
         if same_weights and (same_optimizers or has_no_optimizer) and are_equal_counters:
