@@ -22,6 +22,7 @@ TABLE = Path(__file__).with_name("architectures.bin")
 
 _LARGEST = 1 << 22
 _LARGEST_SIZE = 1 << 40
+_LONGEST_NAME = 100
 
 
 class Attribute(NamedTuple):
@@ -143,14 +144,19 @@ def pattern_of(key: str) -> str:
 def architecture_of(config: Mapping[str, Any]) -> Architecture | Unknown:
     """Return what the table knows about the model of a ``config.json``."""
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    # The name is printed.
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > _LONGEST_NAME:
         return Unknown(f"{CONFIG} does not name one class")
     # A class of the folder's own code, which has any keys it likes.
     if config.get("auto_map"):
-        return Unknown(f"{names[0]} is code of the model's own (auto_map)")
+        return Unknown(f"{name} is code of the model's own (auto_map)")
     model_type = config.get("model_type")
-    known = _architecture(names[0], model_type) if isinstance(model_type, str) else None
-    return known or Unknown(f"transformers {table_version()} has no {names[0]} of this kind")
+    if not isinstance(model_type, str):
+        return Unknown(f"{CONFIG} names no model_type")
+    return _architecture(name, model_type) or Unknown(
+        f"transformers {table_version()} has no {name} of this model_type"
+    )
 
 
 def table_version() -> str:

@@ -77,7 +77,8 @@ def renamed(weights: Tensors) -> Tensors:
 
 
 def reshaped(weights: Tensors) -> Tensors:
-    return {key: torch.cat((value, value)) for key, value in weights.items()}
+    # Rows of embeddings are compared with the config.
+    return {key: torch.cat((value, value), dim=-1) for key, value in weights.items()}
 
 
 def changed(change: Callable[[Tensors], Tensors]) -> Change:

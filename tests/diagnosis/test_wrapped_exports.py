@@ -10,6 +10,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from ckptfix import check
 from ckptfix.diagnosis.findings.duplicates import WrapperPrefix
+from tests.tiny_models import reconfigure
 
 
 def wrapped(root: Path, prefix: str) -> dict[str, torch.Tensor]:
@@ -37,6 +38,9 @@ def test_the_advice_does_not_call_keys_right_that_no_load_finds(prefix: str, tmp
     loaded = AutoModel.from_pretrained(tmp_path).state_dict()
     matrices = [name for name, tensor in weights.items() if tensor.dim() == 2]
     assert not any(torch.equal(loaded[name], weights[name]) for name in matrices)
+    # The keys of a known class are judged by the table.
+    assert [finding.code for finding in check(tmp_path).findings] == ["dead-weights"]
+    reconfigure(tmp_path, architectures=["MyModel"])
     (finding,) = check(tmp_path).findings
     assert isinstance(finding, WrapperPrefix)
     assert finding.advice == (

@@ -48,12 +48,12 @@ def judge_pretrained(load: Load) -> LoadVerdict:
         return LoadVerdict()
     if ADAPTER in load.configs:
         # from_pretrained loads the base that the adapter names, and not the weights next to it.
-        return _unchecked(load, f"{ADAPTER} lies next to it")
+        return _unchecked(f"{ADAPTER} lies next to it")
     known = architecture_of(load.config)
     if isinstance(known, Unknown):
-        return _unchecked(load, known.reason)
+        return _unchecked(known.reason)
     if not load.is_whole or not load.tensors or any(len(key) > _LONGEST_KEY for key in load.tensors):
-        return _unchecked(load, "not all of its keys can be read")
+        return _unchecked("not all of its keys can be read")
     names = _Names(load, known)
     placed = [*_placed(known, names.expected)]
     findings = [*names.findings(), *_numbers(load, known, placed)]
@@ -74,8 +74,8 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     )
 
 
-def _unchecked(load: Load, why: str) -> LoadVerdict:
-    words = f"{load.path} against {CONFIG}: {why}; ckptfix check --load asks the library itself"
+def _unchecked(why: str) -> LoadVerdict:
+    words = f"{CONFIG} against the weights: {why}; ckptfix check --load asks the library itself"
     return LoadVerdict(unchecked=(words,), compared=frozenset({CONFIG}))
 
 
@@ -173,7 +173,7 @@ def _uncertain(load: Load, known: Architecture, placed: Sequence[_Placed]) -> It
     names = {str(each.attribute): None for each in sizes if known.size(load.config, each) is None}
     if names:
         yield (
-            f"{load.path} against {CONFIG}: {series(list(names))}, which it leaves out or another config overrides; "
+            f"{CONFIG} against the weights: {series(list(names))}, which it leaves out or another config overrides; "
             "ckptfix check --load asks the library itself"
         )
 
