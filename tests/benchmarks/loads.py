@@ -9,7 +9,6 @@ type comes first, then the second of each. I/N: part I of N, from 0 to N-1.
 
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -431,7 +430,7 @@ def rows(subject: Subject) -> Iterator[Row]:
             outcome = ask(asked(load_of(folder)))
             report = check(folder)
             is_damaged = real.is_damaged(tensors)
-            unasked = any(re.search(_UNCHECKED, words) for words in report.not_checked)
+            unasked = any(_UNCHECKED in words for words in report.not_checked)
             plain = "right" if bool(report.status) == is_damaged else "not checked" if unasked else "silent"
             if report.status and not is_damaged:
                 plain = "false alarm"
@@ -442,8 +441,8 @@ def rows(subject: Subject) -> Iterator[Row]:
             yield Row(subject.library, damage, subject.name, is_right, plain, words)
 
 
-_UNCHECKED = r"--load|against the weights|^adapter_model"
-"""Sentences that say that a load was not checked, or not all of it."""
+_UNCHECKED = "check --load"
+"""The command in each sentence that says that a load was not checked, or not all of it."""
 
 
 def subjects(number: int, parts: int) -> Iterator[Subject]:
