@@ -339,7 +339,11 @@ def run_limited(command: Sequence[str], seconds: float) -> Ended:
 
 
 class ChildEnded(Exception):
-    """A child gave no answer; the message says why."""
+    """A child gave no answer; the message says why. ``is_late``: it was killed."""
+
+    def __init__(self, why: str, *, is_late: bool) -> None:
+        super().__init__(why)
+        self.is_late = is_late
 
 
 class Child:
@@ -362,9 +366,9 @@ class Child:
             has_answered = self._process is not None
             try:
                 return self._ask(question)
-            except ChildEnded:
+            except ChildEnded as error:
                 # What it kept of the questions before may have taken its memory.
-                if not has_answered:
+                if not has_answered or error.is_late:
                     raise
                 return self._ask(question)
 
@@ -402,7 +406,7 @@ class Child:
             if not answer.endswith(b"\n"):
                 ended = self._end(is_late=late.is_set())
         if ended is not None:
-            raise ChildEnded(ended.problem or "it ended early")
+            raise ChildEnded(ended.problem or "it ended early", is_late=late.is_set())
         return answer
 
     def _end(self, *, is_late: bool = False) -> Ended | None:
