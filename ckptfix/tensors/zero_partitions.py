@@ -91,13 +91,13 @@ class ModelStates:
     """A file of model states.
 
     ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3 partitions.
-    ``ties``: names in it that share a storage -> the first of them. ``groups``: for each parameter group the
-    shapes in the order of the flat partitions, None without ZeRO. ``frozen``: shapes of parameters that are
-    not trained, and ``fragments`` of them. ``leaves_frozen_out``: the save has no place for them. ``shared``: other name -> name of a tied parameter. ``ranks`` and
-    ``parallel``: numbers of processes that data and model were divided among. ``is_dealt``: the shapes of a group are
-    in the order in which ``round_robin_gradients`` dealt them to the ranks. ``left``: its other contents.
-    ``saved_rank``: the rank in the name that the file was saved under. ``checksums``: record of a storage
-    -> its CRC-32.
+    ``ties``: names in it that share a storage -> the first of them. ``groups``: for each parameter group the shapes
+    in the order of the flat partitions, None without ZeRO. ``frozen``: shapes of parameters that are not trained,
+    and ``fragments`` of them. ``leaves_frozen_out``: the save has no place for them. ``shared``: other name -> name
+    of a tied parameter. ``ranks`` and ``parallel``: numbers of processes that data and model were divided among.
+    ``is_dealt``: the shapes of a group are in the order in which ``round_robin_gradients`` dealt them to the ranks.
+    ``left``: its other contents. ``saved_rank``: the rank in the name that the file was saved under. ``checksums``:
+    record of a storage -> its CRC-32.
     """
 
     path: Path
