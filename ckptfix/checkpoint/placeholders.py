@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from ckptfix.checkpoint.deepspeed_files import STEP, is_deepspeed_file
+from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
@@ -36,8 +37,13 @@ _NEXT_SAVE = "set stage3_gather_16bit_weights_on_model_save, or save accelerator
 _MAX_FOLDERS = 100
 
 
-def placeholder_problem(tensors: Iterable[TensorInfo | PickledTensor]) -> StateProblem | None:
-    """Return what is wrong with a state dict that has placeholders for weights, None for any other."""
+def placeholder_problem(
+    tensors: Iterable[TensorInfo | PickledTensor], *, is_short: bool = False
+) -> StateProblem | None:
+    """Return what is wrong with a state dict that has placeholders for weights, None for any other.
+
+    ``is_short``: the index of its shards counts more bytes than they hold.
+    """
     shapes = {tensor.fqn: tensor.shape for tensor in tensors}
     if (0,) not in shapes.values():
         return None
@@ -56,7 +62,12 @@ def placeholder_problem(tensors: Iterable[TensorInfo | PickledTensor]) -> StateP
     with_full_bias = [key for key, bias in weights if bias is not None and 0 not in bias]
     without_bias = [key for key, bias in weights if bias is None]
     is_all_empty = all(0 in shape for shape in shapes.values())
-    if not (with_full_bias or len(without_bias) > 1 or (is_all_empty and len(weights) > 1)):
+    if not (
+        (is_short and weights)
+        or with_full_bias
+        or len(without_bias) > 1
+        or (is_all_empty and len(weights) > 1)
+    ):
         return None
     count = sum(shape == (0,) for shape in shapes.values())
     example = (with_full_bias or without_bias or [key for key, _ in weights])[0]
@@ -74,13 +85,22 @@ _MAY_BE_WEIGHTS = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
 
 def files_with_placeholders(folder: CheckpointFolder) -> Iterator[tuple[Component, str, StateProblem]]:
     """Yield the files of weights that have placeholders, with the keys that lead to them in a file of a script."""
+    if not any(tensor.shape == (0,) for component in folder.components for tensor in component.tensors):
+        return
+    # Indexes of older versions count a tied weight twice, so that the size alone shows nothing.
+    short = {
+        member.path
+        for group in group_files(folder)
+        if group.stored_size < (group.total_size or 0)
+        for member in group.members
+    }
     for component in folder.components:
         # DeepSpeed's own files have placeholders next to the partitions.
         if component.role not in _MAY_BE_WEIGHTS or is_deepspeed_file(component.path.name):
             continue
         content = component.content
         if is_weights_file(component.name) or not isinstance(content, TorchFile):
-            problem = placeholder_problem(component.tensors)
+            problem = placeholder_problem(component.tensors, is_short=component.path in short)
             if problem is not None:
                 yield component, "", problem
             continue

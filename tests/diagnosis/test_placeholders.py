@@ -87,6 +87,19 @@ def test_a_shard_of_placeholders_is_an_error(tmp_path: Path) -> None:
     assert (finding.code, str(finding.path)) == ("wrong-state", shard.name)
 
 
+def test_the_size_in_the_index_shows_a_single_placeholder(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    Accelerator(cpu=True).save_model(model, str(tmp_path), max_shard_size="1KB")
+    assert check(tmp_path).status == 0
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    (key,) = load_file(shard)
+    save({key: torch.empty(0)}, shard)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_checkpoint_in_model(model, str(tmp_path), strict=True)
+    (finding,) = check(tmp_path).findings
+    assert (finding.code, str(finding.path)) == ("wrong-state", shard.name)
+
+
 def test_from_pretrained_refuses_placeholders(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
