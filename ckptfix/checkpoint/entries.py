@@ -218,7 +218,43 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
     groups += [
         ModelFiles(members=(component,)) for component in folder.components if component.path not in used
     ]
-    return tuple(_replaced(folder, groups))
+    return tuple(_replaced(folder, _without_copies(groups)))
+
+
+def _without_copies(groups: Sequence[ModelFiles]) -> Sequence[ModelFiles]:
+    """Return the groups, copies of shards as left over from the model that has their keys: ``Copy of model-00001...``.
+
+    No loader looks for shards of such names, nor for their index.
+    """
+    copies = [
+        group
+        for group in groups
+        if group.index is None and group.missing and not _is_loaded(group.members[0])
+    ]
+    if not copies:
+        return groups
+    models = {
+        group.path: {tensor.fqn for member in group.members for tensor in member.tensors}
+        for group in groups
+        if group.index is not None and group.is_whole and group.members
+    }
+    left: list[ModelFiles] = []
+    for group in groups:
+        keys = {tensor.fqn for member in group.members for tensor in member.tensors}
+        index = next((path for path, held in models.items() if keys and keys <= held), None)
+        if group in copies and index is not None:
+            left += (ModelFiles(members=(member,), stale_of=index) for member in group.members)
+        else:
+            left.append(group)
+    return left
+
+
+def _is_loaded(shard: Component) -> bool:
+    """Return whether a loader looks for an index of shards with the name of this one."""
+    return any(
+        (name := parse_file_name(index)) is not None and kind_of(name) is not None
+        for index in shard.name.index_names
+    )
 
 
 def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePosixPath, str]]:
@@ -255,7 +291,9 @@ def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePos
         group = ModelFiles(
             members=(*listed, *files.values()), index_path=path, index=component_at(folder, str(path))
         )
-        if not group.total_size or group.stored_size <= group.total_size:
+        # A count of fewer bytes than the listed files have is of something else.
+        total = group.total_size
+        if not total or group.stored_size <= total or stored_size(listed) > total:
             renamed[path] = {file.path: name for name, file in files.items()}
     # The shards of two models have the same keys: whose file it is, is not clear.
     count = Counter(file for files in renamed.values() for file in files)

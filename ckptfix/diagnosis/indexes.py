@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.entries import ModelFiles, Replacement
 from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
-from ckptfix.checkpoint.folder import CheckpointFolder, is_unreadable, scan_file
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_file
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
@@ -19,6 +19,7 @@ from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
     BlockingIndex,
+    ForeignIndex,
     IncompleteShards,
     IndexMismatch,
     LeftoverIndex,
@@ -26,6 +27,7 @@ from ckptfix.diagnosis.findings.sharded import (
     OddIndex,
     PartlyReadIndex,
     RenamedShard,
+    RivalShard,
     StaleShard,
 )
 from ckptfix.formats.tensor import TensorInfo
@@ -44,7 +46,8 @@ def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, d
     below = _files_below(folder) if any(group.missing for group in groups) else {}
     for group in groups:
         if group.stale_of is not None:
-            findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
+            listed = [member for of in groups if of.path == group.stale_of for member in of.members]
+            findings += [_stale(root, shard, group.stale_of, listed, data=data) for shard in group.members]
         elif group.replaced is not None and group.index is None:
             first, *others = (str(shard.path) for shard in group.members)
             findings.append(
@@ -57,7 +60,44 @@ def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, d
         elif group.index_path is not None and group.is_whole:
             twin = _twin(group, groups) if group.index is None else None
             findings += _diagnose_index(root, group, group.index_path, twin, data=data)
+    findings += _foreign_indexes(folder, groups)
     return findings
+
+
+def _foreign_indexes(folder: CheckpointFolder, groups: Iterable[ModelFiles]) -> Iterator[ForeignIndex]:
+    """Yield the files that ``load_checkpoint_in_model`` takes for a second index next to shards.
+
+    It looks for any ``*.index.json`` where no file has the first model (accelerate 1.15, ``utils/modeling.py``).
+    """
+    foreign = [path for path in folder.strays if path.name.endswith(".index.json")]
+    if not foreign or any(str(component.path) in _BEFORE_INDEXES for component in folder.components):
+        return
+    if any(group.index_path is not None and group.members and not group.is_left_over for group in groups):
+        yield from (ForeignIndex(path=path) for path in foreign)
+
+
+_BEFORE_INDEXES = ("model.safetensors", "pytorch_model.bin")
+
+
+def _stale(
+    root: Path, shard: Component, index: PurePosixPath, listed: Iterable[Component], *, data: bool
+) -> StaleShard:
+    """Return the finding about a shard that an index does not list. ``listed``: the shards that it does.
+
+    torch 2.13's ``HuggingFaceStorageReader`` reads all safetensors files of a folder, and of two tensors with one key
+    takes the one that is in the last file as the file system lists them.
+    """
+    own = {tensor.fqn: tensor for tensor in shard.tensors} if shard.name.suffix == ".safetensors" else {}
+    repeated = {
+        tensor.fqn: {str(member.path): tensor, str(shard.path): own[tensor.fqn]}
+        for member in listed
+        for tensor in member.tensors
+        if tensor.fqn in own
+    }
+    unequal = _unequal(root, repeated, data=data)
+    if not unequal:
+        return StaleShard(path=shard.path, index=index)
+    return RivalShard(path=shard.path, index=index, tensors=len(unequal), difference=unequal[0])
 
 
 def _twin(group: ModelFiles, groups: Iterable[ModelFiles]) -> PurePosixPath | None:

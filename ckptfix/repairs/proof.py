@@ -18,7 +18,7 @@ from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, WrapperPrefix
-from ckptfix.diagnosis.findings.sharded import StaleShard
+from ckptfix.diagnosis.findings.sharded import LeftoverIndex, MissingShard, StaleShard
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -215,9 +215,10 @@ def _prove_no_new_finding(
 ) -> None:
     """Raise OperationError when a file has a finding of a kind that it did not have before.
 
-    Only the note about keys in a wrapper may come with a rename to such keys, and the note about a left-over shard with
-    a new index that places its keys in another shard, which holds equal values. A finding about two files counts for
-    both: after a rename the other one can have fewer wrappers, and be the original.
+    Only these notes may come: that about keys in a wrapper, with a rename to such keys; that about a left-over shard,
+    with a new index that places its keys in another shard, which holds equal values; and that about an index whose
+    shards are gone, with a new index that loaders take before. A finding about two files counts for both: after a
+    rename the other one can have fewer wrappers, and be the original.
     """
     known = {
         (_kind(finding), _moved(path, moved))
@@ -226,10 +227,15 @@ def _prove_no_new_finding(
     }
     renames = any(isinstance(step.action, RewriteNames) for step in steps)
     written = {path for step in steps for path in _new_index(step)}
+    lacking = {finding.named_by for finding in plan.findings if isinstance(finding, MissingShard)}
     for finding in diagnosis.findings:
         is_known = (_kind(finding), finding.path) in known
         is_of_rename = renames and isinstance(finding, WrapperPrefix)
         is_of_index = type(finding) is StaleShard and finding.index in written
+        # An index without shards was an error; with a new index before it, it is left over.
+        is_of_index |= (
+            isinstance(finding, LeftoverIndex) and finding.file in written and str(finding.path) in lacking
+        )
         if not (is_known or is_of_rename or is_of_index):
             raise OperationError(f"after the repair there is a new finding: {finding}")
 

@@ -419,8 +419,10 @@ def test_a_part_of_the_shards_of_another_save_is_a_warning(
     ((severity, code, sentence),) = notes(tmp_path)
     assert code == "stale-shard"
     is_next_to_its_index = complete.endswith(f"{suffix}.index.json")
-    assert severity == ("note" if is_next_to_its_index else "warning")
-    assert sentence.endswith(f"loaders take {complete}")
+    is_note = is_next_to_its_index and suffix == ".bin"
+    assert severity == ("note" if is_note else "warning")
+    if not is_next_to_its_index:
+        assert sentence.endswith(f"loaders take {complete}")
     write(shard, values(5, "c.weight"))
     if is_next_to_its_index:
         # Nothing shows that c.weight is of the model: the index that lists all of the others is complete.
@@ -431,9 +433,7 @@ def test_a_part_of_the_shards_of_another_save_is_a_warning(
 
 @pytest.mark.parametrize("number", [3, 5])
 @pytest.mark.parametrize("index", [SAFE, BIN, OF_DIFFUSERS[0]])
-def test_a_shard_that_a_complete_index_does_not_list_is_a_note(
-    tmp_path: Path, index: str, number: int
-) -> None:
+def test_a_shard_that_a_complete_index_does_not_list(tmp_path: Path, index: str, number: int) -> None:
     write(tmp_path / index, values(3))
     first = shards_of(tmp_path, index)[0]
     shard = first.with_name(first.name.replace("00001-of-00002", "00003-of-00003"))
@@ -444,9 +444,41 @@ def test_a_shard_that_a_complete_index_does_not_list_is_a_note(
         assert REAL[loader](tmp_path) == 3
     (tmp_path / "config.json").unlink()
     ((severity, code, sentence),) = notes(tmp_path)
-    assert (severity, code) == ("note", "stale-shard")
-    assert sentence == f"{shard.name} is left over from another save: loaders take {index}"
-    assert check(tmp_path).status == 0
+    is_rival = number == 5 and index != BIN
+    assert (severity, code) == ("warning" if is_rival else "note", "stale-shard")
+    assert check(tmp_path).status == is_rival
+    if is_rival:
+        assert "has other values of 1 tensor of" in sentence
+        assert "HuggingFaceStorageReader" in sentence
+    else:
+        expected = f"loaders that go by the index take {index}, which does not list it"
+        assert sentence == f"{shard.name} is left over from another save: {expected}"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_shards_that_no_index_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import checkpoint
+
+    new, old = values(3), values(5)
+    write(tmp_path / SAFE, new)
+    first, second = shards_of(tmp_path, SAFE)
+    write(tmp_path / "old.safetensors", old)
+    stale = tmp_path / "model-00001-of-00001.safetensors"
+    (tmp_path / "old.safetensors").rename(stale)
+    reader = checkpoint.HuggingFaceStorageReader(str(tmp_path))
+    taken = {}
+    for is_last in (False, True):
+        rest = [str(first), str(second)]
+        files = [*rest, str(stale)] if is_last else [str(stale), *rest]
+        monkeypatch.setattr(reader.fs, "ls", lambda path, files=files: files)
+        state = {key: torch.zeros_like(value) for key, value in new.items()}
+        checkpoint.load(state, storage_reader=reader, no_dist=True)
+        taken[is_last] = all(
+            torch.equal(state[key], value) for key, value in (old if is_last else new).items()
+        )
+    assert taken == {False: True, True: True}
+    ((severity, code, _),) = notes(tmp_path)
+    assert (severity, code) == ("warning", "stale-shard")
 
 
 def test_a_set_of_many_shards_is_one_finding(tmp_path: Path) -> None:
@@ -462,3 +494,77 @@ def test_a_set_of_many_shards_is_one_finding(tmp_path: Path) -> None:
         f"{shards[3].name} and 5 more shards are of an incomplete save: other shards and their index are missing; "
         "loaders take model.safetensors"
     )
+
+
+# --- converted shards without an index, next to the index of the files from which they were converted -----------
+
+
+def test_an_index_is_written_next_to_one_whose_shards_are_gone(tmp_path: Path) -> None:
+    write(tmp_path / SAFE, values(3))
+    write(tmp_path / BIN, values(3))
+    (tmp_path / SAFE).unlink()
+    for shard in shards_of(tmp_path, BIN):
+        shard.unlink()
+    assert ("error", "missing-shard") in [one[:2] for one in notes(tmp_path)]
+    with pytest.raises(OSError, match="pytorch_model-00001"):
+        REAL["load_checkpoint_in_model"](tmp_path)
+    assert repair(tmp_path).status == 0
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert (severity, code) == ("note", "index-mismatch")
+    assert sentence.startswith(f"{BIN} is left over from another save: ")
+    assert REAL["transformers"](tmp_path) == 3
+
+
+# --- shards under names for which no loader looks ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("index", [SAFE, BIN])
+def test_a_copy_of_a_shard_next_to_its_model_is_not_a_lack(tmp_path: Path, index: str, number: int) -> None:
+    write(tmp_path / index, values(3))
+    shard = shards_of(tmp_path, index)[1]
+    copy = shard.with_name(f"Copy of {shard.name}")
+    write(copy, values(number, "b.weight"))
+    for loader in ("load_checkpoint_in_model", "transformers"):
+        assert REAL[loader](tmp_path) == 3
+    (tmp_path / "config.json").unlink()
+    ((severity, code, _),) = notes(tmp_path)
+    assert (severity, code) == ("warning" if number == 5 and index == SAFE else "note", "stale-shard")
+    # Of keys that the model lacks, nothing shows that it is a copy.
+    write(copy, values(3, "c.weight"))
+    assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
+    # Without the model it is all that is left.
+    for path in (tmp_path / index, *shards_of(tmp_path, index)):
+        path.unlink()
+    assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
+
+
+# --- files whose names end like that of an index ------------------------------------------------------------------
+
+
+def test_a_file_that_accelerate_takes_for_an_index_is_a_note(tmp_path: Path) -> None:
+    write(tmp_path / SAFE, values(3))
+    assert notes(tmp_path) == []
+    foreign = tmp_path / "tokens.index.json"
+    foreign.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ValueError, match="more than one"):
+        REAL["load_checkpoint_in_model"](tmp_path)
+    assert REAL["transformers"](tmp_path) == 3
+    ((severity, code, sentence),) = notes(tmp_path)
+    assert (severity, code) == ("note", "index-mismatch")
+    assert sentence.startswith("tokens.index.json: load_checkpoint_in_model takes each *.index.json")
+    # Alone, too: the load succeeds, and leaves all weights random.
+    (tmp_path / SAFE).unlink()
+    assert REAL["load_checkpoint_in_model"](tmp_path) != 3
+    assert ("note", "index-mismatch", sentence) in notes(tmp_path)
+    assert repair(tmp_path).status == 0
+    assert notes(tmp_path) == [("note", "index-mismatch", sentence)]
+    foreign.unlink()
+    assert REAL["load_checkpoint_in_model"](tmp_path) == 3
+
+
+def test_such_a_file_next_to_one_file_of_weights_has_no_note(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", values(3))
+    (tmp_path / "tokens.index.json").write_text("{}")
+    assert REAL["load_checkpoint_in_model"](tmp_path) == 3
+    assert notes(tmp_path) == []

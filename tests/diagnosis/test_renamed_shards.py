@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import shutil
 import subprocess
@@ -74,6 +75,22 @@ def test_renamed_shards_are_named_with_the_commands_that_rename_them(
     subprocess.run(command, shell=True, check=True)
     assert findings(folder) == []
     assert library.is_loaded(folder)
+
+
+def test_a_size_in_the_index_that_the_other_shards_exceed_counts_for_nothing(
+    saved: Any, tmp_path: Path
+) -> None:
+    library, source = saved[Transformers, ".safetensors"]
+    folder = copy_of(source, tmp_path / "model")
+    document = json.loads(folder.index.read_text())
+    document["metadata"]["total_size"] = 1
+    folder.index.write_text(json.dumps(document))
+    assert library.is_loaded(folder)
+    assert findings(folder) == []
+    rename(folder, str.capitalize, 1)
+    (finding,) = findings(folder)
+    assert "; 'Model-00001-of-00003.safetensors' holds its " in str(finding)
+    assert finding.advice_at(str(folder.path)).endswith(f" {folder.shard(1)}")
 
 
 def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -> None:

@@ -323,6 +323,28 @@ class OddIndex(Finding):
         return "; ".join(filter(None, advice))
 
 
+class ForeignIndex(Finding):
+    """A file next to shards whose name ends like that of an index, and that is not one of weights."""
+
+    __slots__ = ()
+
+    code = IndexMismatch.code
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = IndexMismatch.meaning
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: load_checkpoint_in_model takes each *.index.json for an index of weights: it refuses a "
+            "folder with two, and from this one alone it loads nothing"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice for the one loader that looks at the endings of names."""
+        return f"if you load the model with accelerate, move {self.path} to another folder; other loaders ignore it"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftoverIndex(Finding):
     """An index whose shards are gone, next to a complete file or index of another save, which its loaders take before.
@@ -409,18 +431,43 @@ class StaleShard(Finding):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a shard that no index lists, next to a complete model: another save left it, and loaders ignore it"
+        "a shard that no index lists, next to a complete model: another save left it, and loaders that go by the index "
+        "ignore it. A warning where torch's `HuggingFaceStorageReader`, which reads every safetensors file, may take "
+        "its values"
     )
 
     index: PurePosixPath
 
     def __str__(self) -> str:
-        return f"{self.path} is left over from another save: loaders take {self.index}"
+        return (
+            f"{self.path} is left over from another save: loaders that go by the index take {self.index}, which does "
+            "not list it"
+        )
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
         return f"delete {self.path}, if {self.index} is the save that you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalShard(StaleShard):
+    """A left-over safetensors shard with other values than the model that the index lists: a warning.
+
+    ``tensors``: the number of its tensors whose values differ. ``difference``: the first of them.
+    """
+
+    severity = Severity.WARNING
+
+    tensors: int
+    difference: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is left over from another save, and has other values of "
+            f"{count_of(self.tensors, 'tensor')} of {self.index} (first {self.difference!r}): transformers, diffusers "
+            "and accelerate ignore it, torch's HuggingFaceStorageReader reads every safetensors file and may take them"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
