@@ -37,10 +37,9 @@ from ckptfix.diagnosis.findings.incomplete import (
     InterruptedSave,
     MismatchedNames,
     MissingRank,
-    StrayShard,
     UndecidedNames,
 )
-from ckptfix.diagnosis.findings.sharded import MissingShard
+from ckptfix.diagnosis.findings.sharded import MissingShard, StrayShard
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT, nested_evidence
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_items import PARAMS_KEY, ItemCheck, dcp_problems

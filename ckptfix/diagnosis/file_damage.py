@@ -13,16 +13,22 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import (
+    DeepSpeedFiles,
     MissingRankError,
     OtherKindError,
     deepspeed_folders,
     deepspeed_paths,
     is_deepspeed_file,
+    is_read_by_engine,
+    list_files,
+    order_of_zero_to_fp32,
+    stray_states,
     universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
+    DeepSpeedPart,
     Role,
     WorldRankName,
     parse_file_name,
@@ -52,6 +58,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
+from ckptfix.diagnosis.findings.sharded import CountedStates, RefusedStates, StrayStates, UsedStates
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import CkptfixError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
@@ -63,6 +70,7 @@ from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
+from ckptfix.tensors.zero_partitions import read_model_states
 from ckptfix.wording import count_of, list_names, series
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
@@ -382,7 +390,8 @@ def _whole(
     try:
         weights = deepspeed_weights(root, where, index)
         ensure_states(root, where, weights)
-        return replace(state, tensors=len(weights.named()))
+        strays = _stray_states(root, where)
+        return replace(state, tensors=len(weights.named()), findings=(*state.findings, *strays))
     except OtherKindError as error:
         words = f"{where}/ (a DeepSpeed folder), as a whole: {_told(error, root, where)[1]}"
         return replace(state, unread=(*state.unread, words))
@@ -401,6 +410,43 @@ def _whole(
             return state
         raise
     return replace(state, findings=(*state.findings, finding))
+
+
+def _stray_states(root: Path, where: PurePosixPath) -> Iterator[StrayStates]:
+    """Yield the files that ``zero_to_fp32`` reads with those of the ranks (DeepSpeed 0.9 to 0.19)."""
+    files = list_files(root / where)
+    for part, name in stray_states(files):
+        path = where / name
+        if part is DeepSpeedPart.OPTIMIZER:
+            effect = "zero_to_fp32 counts it as a rank more than saved the checkpoint, and refuses the folder"
+            yield RefusedStates(path=path, effect=effect)
+        elif is_read_by_engine(name):
+            effect = "load_state counts it as a part of the model for tensor parallelism, and fails"
+            yield CountedStates(path=path, effect=effect)
+        else:
+            yield _stray_model(root, path, sorted(files.models.values(), key=order_of_zero_to_fp32), files)
+
+
+def _stray_model(
+    root: Path, path: PurePosixPath, models: Sequence[str], files: DeepSpeedFiles
+) -> StrayStates:
+    try:
+        read_model_states(root / path)
+    except (OperationError, OSError):
+        return RefusedStates(
+            path=path, effect="zero_to_fp32 reads it, too, and fails, as it has no model states"
+        )
+    place = order_of_zero_to_fp32(path.name)
+    is_last = place > order_of_zero_to_fp32(models[-1])
+    if files.by_rank and not is_last and read_model_states(files.folder / models[0]).frozen:
+        return RefusedStates(
+            path=path, effect="zero_to_fp32 joins its frozen parameters with those of the ranks"
+        )
+    if place < order_of_zero_to_fp32(models[0]):
+        return UsedStates(
+            path=path, effect=f"zero_to_fp32 takes buffers and shapes from it, and not from {models[0]}"
+        )
+    return StrayStates(path=path, effect="zero_to_fp32 reads it, too, and uses nothing of it")
 
 
 def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixPath]) -> Iterator[Finding]:

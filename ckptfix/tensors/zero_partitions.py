@@ -590,8 +590,20 @@ def from_shares(
 
     Raises OperationError when the partitions do not have the elements that the shapes need.
     """
-    shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
-    return cut_shares(shapes, [(one.path, one.flats) for one in optimizers]) | frozen_shares(models)
+    groups = models[0].groups or ()
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    found = cut_shares(shapes, [(one.path, one.flats) for one in optimizers]) | frozen_shares(models)
+    # The sum is right also where the partitions of two sub-groups are exchanged: each then goes to other parameters.
+    wanted = [sum(-(-prod(shape) // len(optimizers)) for shape in group.values()) for group in groups]
+    for one in optimizers:
+        sizes = [flat.numel for flat in one.flats]
+        if len(sizes) == len(wanted) and sizes != wanted:
+            number = next(number for number, size in enumerate(sizes) if size != wanted[number])
+            raise OperationError(
+                f"{one.path}: the partition of sub-group {number} has {sizes[number]} elements, the shares of its "
+                f"{len(groups[number])} parameters take {wanted[number]}; {AGAIN}"
+            )
+    return found
 
 
 def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:

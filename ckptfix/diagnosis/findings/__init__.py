@@ -29,6 +29,7 @@ from ckptfix.diagnosis.findings.sharded import (
     SecondFamily,
     StaleFamily,
     StaleShard,
+    StrayShard,
 )
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,
@@ -55,7 +56,6 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingRank,
     Salvaged,
     StagingFolder,
-    StrayShard,
     UndecidedNames,
 )
 from ckptfix.diagnosis.findings.inconsistent import (

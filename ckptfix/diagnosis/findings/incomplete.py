@@ -738,24 +738,6 @@ class IncompleteTensor(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrayShard(Finding):
-    """A file of data that the metadata does not list."""
-
-    code = "stray-shard"
-    severity = Severity.NOTE
-    action = Action.TELL
-    meaning = "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore it"
-
-    def __str__(self) -> str:
-        return f"{self.path} is named by no item of .metadata"
-
-    @property
-    def advice(self) -> str:
-        """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameters(Finding):
     """Keys of FSDP's own flattened parameters."""
 

@@ -424,6 +424,74 @@ class BlockingIndex(LeftoverIndex):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StrayShard(Finding):
+    """A file of data that the metadata does not list."""
+
+    code = "stray-shard"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore it; or a copy among "
+        "the files of DeepSpeed, which zero_to_fp32 reads as one of them"
+    )
+
+    def __str__(self) -> str:
+        return f"{self.path} is named by no item of .metadata"
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
+        return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrayStates(StrayShard):
+    """A file in a folder of DeepSpeed under a name of no rank that ``zero_to_fp32`` takes by its ending.
+
+    ``effect``: the outcome of a load, in words.
+    """
+
+    effect: str
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds: ``load_checkpoint`` asks for the names of ranks."""
+        return Resume.SUCCEEDS
+
+    def __str__(self) -> str:
+        return f"{self.path}: a file of no rank; {self.effect}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to move the file: only the user knows whether it is needed."""
+        return f"move it out of {self.path.parent}/, or delete it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedStates(StrayStates):
+    """Such a file from which ``zero_to_fp32`` takes buffers and shapes: right ones only of a copy of this save."""
+
+    severity = Severity.WARNING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedStates(StrayStates):
+    """Such a file with which ``zero_to_fp32`` fails, or joins wrong values."""
+
+    severity = Severity.ERROR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedStates(RefusedStates):
+    """Such a file that ``load_checkpoint`` lists, too, and fails."""
+
+    @property
+    def resume(self) -> Resume:
+        """It fails."""
+        return Resume.FAILS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaleShard(Finding):
     """A shard of another save next to a complete model. ``index``: the index or the file of that model."""
 
