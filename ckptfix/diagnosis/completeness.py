@@ -75,6 +75,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingFile,
     MissingModel,
     Salvaged,
+    UnreadTag,
 )
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.diagnosis.siblings import under_name_of_trainer
@@ -558,11 +559,15 @@ def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterato
 
 def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
     """Yield DeepSpeed's ``latest`` if a load does not find the checkpoint by it; accelerate never reads it."""
-    problem = None if folder.is_save_state else tag_problem(folder)
+    problem = tag_problem(folder)
     if problem is not None:
         tag, why = problem
+        kind = UnreadTag if folder.is_save_state else LostTag
+        names = names_in(folder.root / tag)
+        if folder.is_save_state and not any(name.endswith("optim_states.pt") for name in names):
+            return  # zero_to_fp32 has nothing to join, as in a universal checkpoint
         path = PurePosixPath(LATEST)
-        yield LostTag(path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag))
+        yield kind(path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag))
 
 
 def _missing(

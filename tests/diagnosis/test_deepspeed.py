@@ -209,6 +209,7 @@ def test_names_are_never_changed(tmp_path: Path, keys: Keys) -> None:
     state = {"module.module.a.weight": torch.randn(4, 3), "module.module.b.weight": torch.randn(5)}
     make_zero(tmp_path / "pytorch_model", [state], stage=2, ranks=2)
     (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    (tmp_path / "latest").write_text("pytorch_model")
     before = snapshot(tmp_path)
     for path in (
         tmp_path,
@@ -610,6 +611,7 @@ def replace_latest(root: Path, content: str | None) -> Path:
 LOST_TAGS = {
     None: "latest is missing: {tag}/ is there",
     "": "latest: it is empty",
+    "\ufeffpytorch_model": r"latest: it names '\ufeffpytorch_model', which is not a DeepSpeed folder here",
     " \n": "latest: it is empty",
     "/": "latest: it is not a text file",
     "global_step99": "latest: it names 'global_step99', which is not a DeepSpeed folder here",
@@ -642,8 +644,13 @@ def test_a_latest_that_names_no_checkpoint(content: str | None, of_trainer: Path
 
 @pytest.mark.parametrize("content", LOST_TAGS)
 def test_accelerate_never_reads_latest(content: str | None, saved: Path) -> None:
-    """Its load_state gives DeepSpeed the tag."""
-    assert codes(replace_latest(saved, content)) == []
+    """Its load_state gives DeepSpeed the tag; ``zero_to_fp32`` fails."""
+    report = check(replace_latest(saved, content))
+    assert [(one.code, one.severity.value, str(one.path)) for one in report.findings] == [
+        ("incomplete-checkpoint", "note", "latest")
+    ]
+    assert report.status == 0
+    assert "such as pytorch_model" in report.findings[0].advice
 
 
 def test_latest_that_is_written_otherwise(of_trainer: Path) -> None:

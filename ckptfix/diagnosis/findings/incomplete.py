@@ -331,6 +331,21 @@ class LostTag(IncompleteCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadTag(LostTag):
+    """The same in a folder of ``save_state``: ``load_state`` gives DeepSpeed the tag, and never reads the file."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to write the tag for exports, as a resume does without."""
+        return (
+            "load_state does not read it; zero_to_fp32 without a tag fails: write the name of the folder to load into "
+            f"the file, such as {self.tag}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
     """States of an optimizer without weights of any model; or the config of a ``model`` without its weights.
 
