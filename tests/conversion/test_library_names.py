@@ -208,7 +208,7 @@ def test_weights_of_another_model_beside_are_carried(tmp_path: Path) -> None:
 
 def test_an_adapter_gets_its_name_back_from_a_dcp_folder(folder: Path, tmp_path: Path) -> None:
     write(folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text('{"peft_type": "POLY"}')
     migrate(folder, tmp_path / "dcp", to="dcp")
     migrate(tmp_path / "dcp", tmp_path / "back", to="safetensors")
     back = names_below(tmp_path / "back")
@@ -224,7 +224,7 @@ class TestStatesOfTheTrainer:
         path.mkdir()
         write_trainer_states(path)
         write(path / "adapter_model.safetensors")
-        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_config.json").write_text('{"peft_type": "POLY"}')
         return path
 
     def test_they_are_no_weights(self, checkpoint: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_seal_that_had_states_as_a_model_still_fits(
     torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
     torch.save({"last_epoch": 1, "_last_lr": [0.1]}, tmp_path / "scheduler.pt")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "POLY"}')
     seal(tmp_path)
     path = tmp_path / ".ckptfix" / "manifest.json"
     document = json.loads(path.read_text())
