@@ -20,13 +20,15 @@ FIXTURES = Path("fixtures/accelerate-1.15.0")
 
 
 def give_own_values(root: Path) -> None:
-    """Give a numbered save weights and moments that no other save of its run has."""
+    """Give a numbered save weights and moments that no other save of its run has. Copies in it stay copies."""
     number = re.search("[0-9]+$", root.name)
-    if number and (root / "model.safetensors").exists():
-        content = bytearray((root / "model.safetensors").read_bytes())
+    if number is None:
+        return
+    for path in root.glob("model*.safetensors"):
+        content = bytearray(path.read_bytes())
         content[-1] ^= int(number[0]) % 256
-        (root / "model.safetensors").write_bytes(content)
-    if number and (root / "optimizer.pt").exists():
+        path.write_bytes(content)
+    if (root / "optimizer.pt").exists():
         optimizer = torch.load(root / "optimizer.pt")
         optimizer["state"][0]["exp_avg"] += int(number[0])
         torch.save(optimizer, root / "optimizer.pt")
