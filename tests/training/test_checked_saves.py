@@ -12,18 +12,20 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import PartialState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckptfix import check
 from ckptfix.errors import UsageError
 from ckptfix.storage.staged import SAVING
 from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
+from ckptfix.training.guard import DEFAULTS
 from ckptfix.training.saving import checked_saves
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 from tests.deepspeed_library import variables as deepspeed_variables
 from tests.stores.servers import bucket, ministack, ministack_process
 from tests.tiny_adapters import NAME, live, llama, peft, renamed, write
 from tests.training.loading_runs import reset
+from tests.training.rank_cases import turn_on_fsdp
 from tests.training.ranks import run_ranks
 from tests.training.test_saving import own_disk
 from tests.training.trainer_kills import build, transformers
@@ -480,9 +482,11 @@ import torch
 import_module("deepspeed")
 vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
 from ckptfix import patch_accelerate
+from ckptfix.training.guard import DEFAULTS
 from ckptfix.training.saving import checked_saves
 from tests.tiny_adapters import peft
 from tests.training import trainer_kills
+from tests.training.rank_cases import turn_on_fsdp
 from tests.training.ranks import run_ranks
 folder, plain = Path(sys.argv[1]), trainer_kills.GPT2LMHeadModel
 
@@ -589,3 +593,39 @@ def test_two_processes(tmp_path: Path, way: str, has_own_disk: bool) -> None:
         pytest.skip("no mount namespace for this user")
     lines = [(tmp_path / f"log-{rank}").read_text().count("ckptfix explain") for rank in range(2)]
     assert lines == [1, int(has_own_disk)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SHARDED", "FULL"])
+def test_the_check_of_one_process_waits_for_no_other(tmp_path: Path, kind: str) -> None:
+    """FSDP2 shards the moments, too: an operation on one of them would wait for all processes."""
+
+    def work(rank: int) -> None:
+        logging.getLogger("ckptfix").addHandler(logging.FileHandler(tmp_path / f"log-{rank}"))
+        checked_saves._SECONDS = checked_saves._FIRST_SECONDS = 60.0
+        accelerator = Accelerator(cpu=True)
+        turn_on_fsdp(accelerator, fsdp_version=2, state_dict_type=f"{kind}_STATE_DICT")
+        raw = torch.nn.Sequential(torch.nn.Linear(10, 4), torch.nn.Linear(4, 2))
+        model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=0.1))
+        old = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
+        for number in range(3):
+            model(torch.ones(1, 10)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.save_state(str(tmp_path / f"c{number}"))
+        assert (tmp_path / f"log-{rank}").read_text() == ""
+        for number in range(2):
+            model(torch.ones(1, 10)).sum().backward()
+            optimizer.step()
+            if rank == 0:
+                folder = tmp_path / f"old-{number}"
+                folder.mkdir()
+                save_file(old, folder / "model.safetensors")
+                checked_saves.check_save(DEFAULTS, folder, folder, accelerator, accelerator._models)
+        accelerator.wait_for_everyone()
+
+    assert run_ranks(2, work, patience=60.0) == [0, 0]
+    first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
+    assert first.startswith(f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights of old-0 "), first
+    assert first.count("\n") == 1
+    assert second == ""

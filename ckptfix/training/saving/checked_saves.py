@@ -88,7 +88,7 @@ class _Trained(NamedTuple):
     @property
     def step(self) -> int:
         """The steps that the optimizer has made with it."""
-        return int(self.optimizer.state[self.parameter]["step"])
+        return int(_own(self.optimizer.state[self.parameter]["step"]))
 
     @property
     def changes_at_the_beginning(self) -> bool:
@@ -96,9 +96,14 @@ class _Trained(NamedTuple):
         return any(
             isinstance(value, torch.Tensor)
             and value.shape == self.parameter.shape
-            and bool(value.flatten()[:_BEGINNING].any())
+            and bool(_own(value).flatten()[:_BEGINNING].any())
             for value in self.optimizer.state[self.parameter].values()
         )
+
+
+def _own(value: Any) -> Any:
+    """Return this process's part of a DTensor: any operation on a whole one may wait for all other processes."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 class _LimitReached(Exception):
@@ -264,7 +269,7 @@ def _steps() -> dict[int, int]:
         states = (optimizer.state.get(parameter, {}) for group in groups for parameter in group["params"])
         step = next((one["step"] for one in states if "step" in one), None)
         if step is not None:
-            steps[id(optimizer)] = int(step)
+            steps[id(optimizer)] = int(_own(step))
     return steps
 
 
@@ -304,6 +309,7 @@ def _same_as_last(
 ) -> _Last | None:
     """Return the last save of this subject where the weights equal it in samples of all; remember this one."""
     digests = []
+    has_weights = False
     for where, scan in scans.items():
         weights = weights_in(replace(scan, subfolders={}), ())
         if weights is None:
@@ -311,6 +317,9 @@ def _same_as_last(
         samples = samples_of(weights, _SAMPLES)
         budget.take(sum(piece.length for piece in samples))
         digests.append(f"{where}:{digest_of(scan.root, samples)}")
+        has_weights = has_weights or bool(samples)
+    if not has_weights:
+        return None
     digest, last = " ".join(digests), _last.get(subject)
     if last is not None and last.digest == digest:
         return last
@@ -333,8 +342,9 @@ def _judge_equal(
     keys = {bare(tensor.fqn) for file in files for tensor in file.tensors if 0 not in tensor.shape}
     for one in _trained(models):
         before = last.steps.get(id(one.optimizer))
-        is_changed = before is not None and one.step > before and one.changes_at_the_beginning
-        if before is None or not is_changed or keys.isdisjoint(_keys_of(one.name)):
+        if before is None or keys.isdisjoint(_keys_of(one.name)):
+            continue
+        if one.step <= before or not one.changes_at_the_beginning:
             continue
         _last[subject] = last._replace(steps=steps, repeats=last.repeats + 1)
         if last.repeats + 1 >= repeats:
