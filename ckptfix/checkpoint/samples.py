@@ -6,7 +6,7 @@ equal only where every sample is, so that a frozen base with a changing adapter 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
@@ -29,6 +29,13 @@ _MOST = 1 << 20
 
 _MOST_SAMPLES = _MOST // 256
 """Of more tensors than this, as many are sampled that are spread evenly: a read of a few bytes costs as much."""
+
+LEAST_RATE = 1e-7
+"""Learning rates up to which a step may change no weight of float32: those of norms are near 1, where the next number
+below is 6e-8 away."""
+
+_NARROW = ("F16", "BF16", "F8", "F6", "F4")
+"""Beginnings of dtypes in which a usual step may change no weight: in bfloat16 1 + 1e-3 is 1."""
 
 
 class Piece(NamedTuple):
@@ -67,6 +74,24 @@ def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[
                 return None
             pieces += (piece._replace(path=where / piece.path) for piece in inside)
     return tuple(pieces)
+
+
+def dtypes_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> set[str]:
+    """Return the dtypes of the weights of ``weights_in``. Raises OSError."""
+    models = [one.metadata for one in sharded if one.name is None or one.name.role is Role.MODEL]
+    dtypes = {str(tensor.dtype) for one in models if one is not None for tensor in one.tensors}
+    dtypes |= {tensor.dtype for one in folder.components if one.role in NOT_STATES for tensor in one.tensors}
+    known = {state.path for state in sharded}
+    for where in folder.plain_subfolders:
+        if where not in known and may_hold_weights(folder.root / where):
+            below = scan_folder(folder.root / where)
+            dtypes |= dtypes_in(below, scan_dcp_folders(below))
+    return dtypes
+
+
+def must_change(rate: float, dtypes: Collection[str]) -> bool:
+    """Return whether steps at this learning rate change weights that are all of these dtypes."""
+    return rate > LEAST_RATE and bool(dtypes) and not any(dtype.startswith(_NARROW) for dtype in dtypes)
 
 
 def optimizers_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[Piece, ...] | None:

@@ -4,7 +4,8 @@ Each checkpoint is compared with the one before it. A healthy one differs in the
 counters of the earlier one are only read where all samples of the weights, or of the optimizers, are equal.
 
 Equal weights can be right. Facts from torch 2.13, accelerate 1.15 and transformers 5.23: a step of the optimizer at
-learning rate 0 changes moments alone. One that fp16 skips changes nothing, moves neither the optimizer's step nor the
+learning rate 0 changes moments alone, and so does one in bfloat16 whose updates round to nothing: weights of 1.0 stay
+at a rate of 1e-3. One that fp16 skips changes nothing, moves neither the optimizer's step nor the
 schedule, and halves the scale of the gradients, while the Trainer counts it. SGD without momentum keeps no states. The
 rows of an embedding that no batch uses have moments of zeros, and stay unchanged.
 """
@@ -18,10 +19,18 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
-from ckptfix.checkpoint.samples import Piece, are_equal, optimizers_in, samples_of, weights_in
+from ckptfix.checkpoint.samples import (
+    Piece,
+    are_equal,
+    dtypes_in,
+    must_change,
+    optimizers_in,
+    samples_of,
+    weights_in,
+)
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.stale import CopiedSave, DoubtfulSave, StaleSave
@@ -40,13 +49,8 @@ _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
 
 _MOST_STATES = 1000
 _MOST_STEPS = 1 << 53
-_HALVES = frozenset(("F16", "BF16"))
 _SCALAR = 8
 """Bytes of the longest number: longer storages of an optimizer are moments."""
-
-_LEAST_RATE, _LEAST_RATE_OF_HALVES = 1e-8, 1e-6
-"""Learning rates up to which a step may change no value of float32, and of float16 or bfloat16: weights near 0.02 have
-neighbours at distances of 2e-9 and 1e-4, and some are nearer to zero."""
 
 
 def diagnose_stale_saves(
@@ -72,6 +76,7 @@ def diagnose_stale_saves(
             if same_weights or same_optimizers:
                 yield from _judged(
                     folder,
+                    sharded,
                     root,
                     before,
                     weights or (),
@@ -91,6 +96,7 @@ def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool
 
 def _judged(
     folder: CheckpointFolder,
+    sharded: Sequence[DcpFolder],
     root: Path,
     before: Neighbour,
     weights: Sequence[Piece],
@@ -125,7 +131,7 @@ def _judged(
     if 0 in rates:
         return
     rate = min(rates) if len(rates) == 2 else None
-    is_sure = rate is not None and (rate > _least_rate(folder) or not same_weights)
+    is_sure = rate is not None and (same_optimizers or must_change(rate, dtypes_in(folder, sharded)))
     yield (StaleSave if is_sure else DoubtfulSave)(
         path=path,
         save=before.name,
@@ -248,8 +254,3 @@ def _has_moments(root: Path, optimizers: Sequence[Piece]) -> bool:
                 if any(reader.read(piece.offset, piece.length)):
                     return True
     return False
-
-
-def _least_rate(folder: CheckpointFolder) -> float:
-    dtypes = {tensor.dtype for one in folder.components if one.role in NOT_STATES for tensor in one.tensors}
-    return _LEAST_RATE if dtypes and dtypes.isdisjoint(_HALVES) else _LEAST_RATE_OF_HALVES

@@ -321,6 +321,28 @@ def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
     assert run(["check", "-r", str(tmp_path)]) == 0
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("dtype", "is_old", "expected"),
+    [(torch.bfloat16, False, "note"), (torch.float32, False, ""), (torch.float32, True, "warning")],
+)
+def test_weights_of_16_bits_may_stay(dtype: torch.dtype, is_old: bool, expected: str, tmp_path: Path) -> None:
+    """A norm begins with ones: in bfloat16 a step of 1e-3 changes none."""
+    model = torch.nn.LayerNorm(32, bias=False).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for number in (1, 2):
+        model(torch.rand(2, 32, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+        folder = tmp_path / f"checkpoint_{number}"
+        folder.mkdir()
+        save_file(model.state_dict(), folder / WEIGHTS)
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    if is_old:
+        shutil.copy(tmp_path / "checkpoint_1" / WEIGHTS, folder)
+    assert "".join(severity for severity, _ in told(folder)) == expected
+
+
 def test_weights_without_a_learning_rate_are_a_note(tmp_path: Path) -> None:
     output = of_weights_alone(tmp_path / "run")
     folder = copied(output, WEIGHTS)

@@ -52,7 +52,10 @@ class StaleSave(Finding):
 
 
 class DoubtfulSave(StaleSave):
-    """The same at a learning rate that is not known, or so low that no value need change."""
+    """The same where no value need change, or where the learning rate is not known.
+
+    A rate may be too low. Weights of 16 bits may stay at any usual one.
+    """
 
     __slots__ = ()
 

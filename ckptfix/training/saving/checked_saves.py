@@ -22,7 +22,7 @@ from ckptfix.checkpoint.filenames import FileName, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.keys import adapter_name, without_adapter_name
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, adapters_without_config, loads_of
-from ckptfix.checkpoint.samples import digest_of, samples_of, weights_in
+from ckptfix.checkpoint.samples import LEAST_RATE, digest_of, must_change, samples_of, weights_in
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, UngatheredParts, UntrainedAdapter
 from ckptfix.diagnosis.findings.stale import StaleSave
@@ -30,6 +30,7 @@ from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.saved_optimizers import bare
 from ckptfix.errors import UsageError
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.reading import read_start
 from ckptfix.storage.staged import is_temporary
@@ -46,9 +47,6 @@ _FIRST_SECONDS = 1.0
 
 _SAMPLES = 1 << 18
 """Bytes of the samples of weights: they are read at every save, and equal ones are rare."""
-
-_RATE, _RATE_OF_HALVES = 1e-7, 1e-6
-"""Learning rates up to which a step may change no weight of float32, and of float16 or bfloat16."""
 
 _BEGINNING = 16
 """Numbers at the beginning of a parameter that every sample has."""
@@ -265,7 +263,7 @@ def _steps() -> dict[int, int]:
     """Return the steps of each optimizer that counts them, by its id: fp16 skips some, which no script counts."""
     steps = {}
     for optimizer in _optimizers():
-        groups = (group for group in optimizer.param_groups if float(group.get("lr", 0.0)) > _RATE)
+        groups = (group for group in optimizer.param_groups if float(group.get("lr", 0.0)) > LEAST_RATE)
         states = (optimizer.state.get(parameter, {}) for group in groups for parameter in group["params"])
         step = next((one["step"] for one in states if "step" in one), None)
         if step is not None:
@@ -274,14 +272,17 @@ def _steps() -> dict[int, int]:
 
 
 def _trained(models: Iterable[Any]) -> list[_Trained]:
-    """Return the parameters of models that an optimizer trains so fast that their steps change them."""
+    """Return the parameters of models that an optimizer trains, at a rate that changes them in fp32."""
     trained: dict[int, tuple[torch.optim.Optimizer, float]] = {}
     for optimizer in _optimizers():
         for group in optimizer.param_groups:
             rate = float(group.get("lr", 0.0))
             for parameter in group["params"]:
-                least = _RATE if parameter.element_size() >= 4 else _RATE_OF_HALVES
-                if rate > least and parameter.requires_grad and "step" in optimizer.state.get(parameter, {}):
+                if (
+                    rate > LEAST_RATE
+                    and parameter.requires_grad
+                    and "step" in optimizer.state.get(parameter, {})
+                ):
                     trained[id(parameter)] = optimizer, rate
     return [
         _Trained(name, parameter, *trained[id(parameter)])
@@ -339,10 +340,14 @@ def _judge_equal(
     """Warn of weights that equal the last ones, where trained weights are among them and steps were made."""
     files = [file for scan in scans.values() for file in scan.components]
     # The tensors of ZeRO-3 have no elements, and are equal in each save.
-    keys = {bare(tensor.fqn) for file in files for tensor in file.tensors if 0 not in tensor.shape}
+    dtypes = {
+        bare(tensor.fqn): tensor.dtype for file in files for tensor in file.tensors if 0 not in tensor.shape
+    }
     for one in _trained(models):
         before = last.steps.get(id(one.optimizer))
-        if before is None or keys.isdisjoint(_keys_of(one.name)):
+        saved = [dtypes[key] for key in _keys_of(one.name) if key in dtypes]
+        own = TORCH_DTYPES.get(str(one.parameter.dtype).removeprefix("torch."), "")
+        if before is None or not saved or not must_change(one.rate, {own, *saved}):
             continue
         if one.step <= before or not one.changes_at_the_beginning:
             continue
