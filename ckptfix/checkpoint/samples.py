@@ -50,7 +50,8 @@ def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[
     """Return the bytes of all weights in a folder and in its sub-folders, in the order of the files.
 
     None where a file that may hold weights cannot be read, or is of a kind that is not compared, as DeepSpeed's: then
-    equal samples show nothing. Raises OSError.
+    equal samples show nothing. Objects of ``register_for_checkpointing`` may be what is trained: their tensors follow
+    the weights. Raises OSError.
     """
     if any(deepspeed_folders(folder)) or any(path.name.endswith(OTHER_WEIGHTS) for path in folder.strays):
         return None
@@ -73,6 +74,11 @@ def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[
             if inside is None:
                 return None
             pieces += (piece._replace(path=where / piece.path) for piece in inside)
+    for component in folder.components if pieces else ():
+        if component.role is Role.CUSTOM:
+            if component.content is None or component.problem is not None:
+                return None
+            pieces += _pieces_of(component)
     return tuple(pieces)
 
 
@@ -154,16 +160,6 @@ def digest_of(root: Path, pieces: Sequence[Piece]) -> str:
                 digest.update(f"{run.offset_a}\0{run.length}\0".encode())
                 digest.update(reader.read(run.offset_a, run.length))
     return digest.hexdigest()
-
-
-def weights_digest(root: Path) -> str:
-    """Return a digest of samples of all weights in a folder, "" where it has none or they are not compared.
-
-    Two saves of a run with the same digest have the same weights. Raises OSError.
-    """
-    folder = scan_folder(root, wanted=lambda name: name.role in NOT_STATES)
-    pieces = weights_in(folder, scan_dcp_folders(folder))
-    return digest_of(root, samples_of(pieces)) if pieces else ""
 
 
 def _by_file(pieces: Iterable[Piece]) -> list[tuple[PurePosixPath, list[Run]]]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.folder import scan_folder
-from ckptfix.checkpoint.samples import Piece, are_equal, optimizers_in, samples_of, weights_digest, weights_in
+from ckptfix.checkpoint.samples import Piece, are_equal, digest_of, optimizers_in, samples_of, weights_in
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,8 +58,18 @@ def test_equal_weights_have_equal_samples_in_every_format(
     some = samples_of(pieces)
     assert are_equal(roots["before"], roots["same"], some)
     assert not are_equal(roots["before"], roots["changed"], some)
-    digests = {name: weights_digest(root) for name, root in roots.items()}
+    digests = {name: digest_of(root, some) for name, root in roots.items()}
     assert digests["before"] == digests["same"] != digests["changed"]
+
+
+def test_tensors_of_a_registered_object_follow_the_weights(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "custom_checkpoint_0.pkl")
+    assert weights_in(scan_folder(tmp_path), ()) == ()
+    in_safetensors(tmp_path, tensors())
+    assert [piece.path.name for piece in weights_in(scan_folder(tmp_path), ()) or ()] == [
+        *["model.safetensors"] * 2,
+        "custom_checkpoint_0.pkl",
+    ]
 
 
 def deepspeed(folder: Path) -> None:
@@ -80,9 +90,9 @@ def test_weights_that_are_not_compared_leave_the_question_open(
     add: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     in_safetensors(tmp_path, tensors())
-    assert weights_digest(tmp_path)
+    assert weights_in(scan_folder(tmp_path), ())
     add(tmp_path)
-    assert weights_digest(tmp_path) == ""
+    assert weights_in(scan_folder(tmp_path), ()) is None
 
 
 def test_optimizers_are_compared_without_the_weights(tmp_path: Path) -> None:

@@ -213,9 +213,25 @@ def of_rows_at_the_end(output: Path) -> Path:
     return output
 
 
+def with_a_registered_head(output: Path) -> Path:
+    """Train a head outside of the prepared model, which is frozen."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    encoder, head = torch.nn.Linear(32, 32).requires_grad_(False), torch.nn.Linear(32, 2)
+    encoder, optimizer = accelerator.prepare(encoder, torch.optim.AdamW(head.parameters(), lr=1e-3))
+    accelerator.register_for_checkpointing(head)
+    for number in range(1, 4):
+        accelerator.backward(head(encoder(torch.rand(4, 32))).sum())
+        optimizer.step()
+        accelerator.save_state(str(output / f"checkpoint_{number}"))
+    return output
+
+
 HEALTHY = [
     of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter, of_a_head, with_copies,
     with_skipped_steps, with_a_schedule_that_moves_anyway, of_rows_at_the_end,
+    with_a_registered_head,
 ]  # fmt: skip
 
 
