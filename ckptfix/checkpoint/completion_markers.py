@@ -2,21 +2,32 @@
 
 - ``metadata.pkl`` of torch_checkpointing, without which torchtitan passes over a step (torchtitan#4191), ``.complete``
   of speculators (#739), and ``.rank_0_complete`` of each rank of cosmos-rl (#550): each is written last.
+  Scripts give files the same names: only next to files as that library writes them is one a mark, and never in a folder
+  with states of accelerate or the Trainer.
 - ``latest_checkpointed_iteration.txt`` of Megatron-LM, verl and slime: a number, or ``release``.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import split_number
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    TRAINER_STATE,
+    names_weights,
+    parse_dcp_name,
+    parse_file_name,
+    split_number,
+)
 from ckptfix.checkpoint.neighbours import Neighbours, names_next_to
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import listed_names, names_in, read_start, subfolders
 
-_OF_SAVE = frozenset(("metadata.pkl", ".complete"))
+_METADATA = "metadata.pkl"
+_OF_SAVE = frozenset((_METADATA, ".complete"))
+_NUMBERED_BY_RANK = re.compile(r"_[0-9]{1,9}(?:[._]|$)")
 _OF_RANK = re.compile(r"\.rank_([0-9]{1,9})_complete")
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -39,12 +50,14 @@ def missing_marker(near: Neighbours) -> MissingMarker | None:
     """Return the marker that a checkpoint lacks and one next to it has, None where none does.
 
     Of a folder without a number the numbered folder around it counts, if its files are of ranks: cosmos-rl saves to
-    ``step_20/policy``. Speculators calls the folders ``0``, ``1`` and so on.
+    ``step_20/policy``. Speculators calls the folders ``0``, ``1`` and so on, as data sets do theirs.
     """
     home, below = near.home, ""
-    own: Iterable[str] = ()
+    own: Collection[str] = ()
     with suppress(CkptfixError, OSError):
         own = names_in(home)
+    if _is_of_accelerate(own) or (home.name.isdecimal() and not any(map(_is_of_checkpoint, own))):
+        return None
     if split_number(home.name) is None:
         if not any("rank_" in name for name in own):
             return None
@@ -81,7 +94,24 @@ def missing_marker(near: Neighbours) -> MissingMarker | None:
 
 
 def _markers(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(name for name in names if name in _OF_SAVE or _OF_RANK.fullmatch(name))
+    names = frozenset(names)
+    if _is_of_accelerate(names):
+        return frozenset()
+    markers = frozenset(name for name in names if name in _OF_SAVE or _OF_RANK.fullmatch(name))
+    rest = names - markers
+    if not any(map(_NUMBERED_BY_RANK.search, rest)):
+        markers -= {_METADATA}
+    return markers if any(map(_is_of_checkpoint, rest)) else frozenset()
+
+
+def _is_of_accelerate(names: Collection[str]) -> bool:
+    """Return whether accelerate or the Trainer wrote a state among these names: both mark a complete save otherwise."""
+    parsed = map(parse_file_name, names)
+    return TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return names_weights(name) or parse_dcp_name(name) is not None
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -14,6 +14,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.cli import run
 from tests.commanding import Said, said
 from tests.stores.servers import bucket, ministack, ministack_process, upload_folder
+from tests.test_golden import FIXTURES
 
 __all__ = ["bucket", "ministack", "ministack_process", "said"]
 
@@ -129,15 +130,54 @@ def test_folders_that_are_numbered_otherwise_are_not_compared(tmp_path: Path) ->
     assert run(["check", "-r", str(tmp_path)]) == 0
 
 
-def test_latest_checkpoint_passes_over_it(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        folder = tmp_path / f"step_{number}"
-        shutil.copytree("fixtures/accelerate-1.15.0/clean-single-process/checkpoint", folder)
-        (folder / ".complete").touch()
-    assert latest_checkpoint(tmp_path).name == "step_3"
-    (tmp_path / "step_3/.complete").unlink()
-    with pytest.warns(match="passed over step_3: .complete is missing"):
-        assert latest_checkpoint(tmp_path).name == "step_2"
+def accelerated(root: Path) -> None:
+    shutil.copytree(FIXTURES / "accelerate-1.15.0/clean-single-process/checkpoint", root)
+
+
+def weights_alone(root: Path) -> None:
+    of_speculators(root, 1)
+    (root / ".complete").unlink()
+
+
+def trained(root: Path) -> None:
+    weights_alone(root)
+    (root / "trainer_state.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("make", "mark"),
+    [
+        (accelerated, "metadata.pkl"),
+        (accelerated, ".complete"),
+        (trained, ".complete"),
+        (weights_alone, "metadata.pkl"),
+    ],
+)
+def test_files_that_a_script_writes_to_some_checkpoints_are_no_marks(
+    make: Callable[[Path], None], mark: str, tmp_path: Path
+) -> None:
+    folders = [tmp_path / f"checkpoint-{number}" for number in (20, 40, 60)]
+    for folder in folders:
+        make(folder)
+    (folders[0] / mark).write_bytes(b"\x80\x04N.")
+    assert [told(folder) for folder in folders] == [[], [], []]
+    if make is accelerated:
+        assert latest_checkpoint(tmp_path) == folders[2]
+        assert run(["check", "-r", str(tmp_path)]) == 0
+
+
+def test_numbered_folders_of_data_are_no_checkpoints(tmp_path: Path, said: Said) -> None:
+    accelerated(tmp_path / "checkpoint-20")
+    for number in range(3):
+        folder = tmp_path / f"data/{number}"
+        folder.mkdir(parents=True)
+        (folder / "img_0.png").write_bytes(b"x")
+    of_torch_checkpointing(tmp_path / "data/3", 1)
+    for mark in ("metadata.pkl", ".complete"):
+        (tmp_path / "data/0" / mark).write_bytes(b"x")
+    status, out, _ = said("check", "-r", tmp_path)
+    assert status == 0
+    assert "data/1" not in out
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -185,6 +225,15 @@ def test_a_store_is_looked_at_as_a_folder(tmp_path: Path, bucket: str, said: Sai
     assert f"{TRACKER} names 7 (expected the number of a folder, such as step-4)" in out
     assert told_of(f"{bucket}/run/step-4") == ["metadata.pkl"]
     assert told_of(f"{bucket}/run/step-3") == []
+
+
+def test_a_file_of_a_script_in_a_store_is_no_mark(tmp_path: Path, bucket: str) -> None:
+    for number in (20, 40):
+        accelerated(tmp_path / f"checkpoint-{number}")
+    (tmp_path / "checkpoint-20/metadata.pkl").write_bytes(b"x")
+    upload_folder(tmp_path, f"{bucket}/marks")
+    assert latest_checkpoint(f"{bucket}/marks") == f"{bucket}/marks/checkpoint-40"
+    assert told_of(f"{bucket}/marks/checkpoint-40") == []
 
 
 def told_of(url: str) -> list[Any]:
