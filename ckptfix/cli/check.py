@@ -22,7 +22,7 @@ from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.diagnosis.other_runs import DAY, History, days_between, history_of
+from ckptfix.diagnosis.other_runs import DAY, History, OtherRun, days_between, history_of
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
@@ -350,7 +350,8 @@ class Runs:
         )
         return Resume(
             run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
-            unexplained=unexplained[:3], other_run=self._saved_later(run, choice.best),
+            unexplained=unexplained[:3],
+            other_run=_abandoned(run, best, choice.abandoned) or self._saved_later(run, choice.best),
         )  # fmt: skip
 
     def _saved_later(self, run: Path, best: Candidate) -> str:
@@ -363,6 +364,17 @@ class Runs:
             f"{run}: {saved[2]} was saved {days_between(best.time, saved[0])} after {best.path.name}, which may be of "
             "an older run; next: move the older run out of the folder, or ignore this if the files were copied"
         )
+
+
+def _abandoned(run: Path, best: Path, other: OtherRun | None) -> str:
+    """Return in words that an older checkpoint is of another run, "" where none is."""
+    if other is None:
+        return ""
+    name = other.candidate.path.name
+    return (
+        f"{run}: {best.name} and {name} are of two runs ({other.proof}), and {name} was saved before; next: move "
+        f"{name} out of the folder"
+    )
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

@@ -9,7 +9,6 @@ save: only steps that both have, or that lie between two of the later one, are c
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +29,14 @@ _MOST_STATE = 32 << 20
 
 
 class OtherRun(NamedTuple):
-    """The newest complete checkpoint of another run than that with the highest number, and what proves that."""
+    """The newest complete checkpoint of another run than that with the highest number, and what proves that.
+
+    ``is_older``: by the time of its save, too, as the rest of a branch that was given up.
+    """
 
     candidate: Candidate
     proof: str
+    is_older: bool
 
 
 class History(NamedTuple):
@@ -52,6 +55,8 @@ def other_run(
 ) -> OtherRun | None:
     """Return the newest complete checkpoint of another run than ``best``, None where nothing proves two runs.
 
+    Before those that are older than ``best`` come those that are not.
+
     ``lower``: the numbers below that of ``best``, the highest first. Up to three of them are compared: the highest, the
     lowest, and the one that was saved last; then as few as it takes to find the highest one of the other run. ``read``:
     returns the history of a checkpoint.
@@ -69,19 +74,26 @@ def other_run(
     place = next((place for place in places if proofs[place]), None)
     if place is None:
         return None
-    proof = proofs[place]
     same = max((known for known in places if known < place), default=-1)
     while place - same > 1:
         middle = (place + same) // 2
-        if words := proof_at(middle):
-            place, proof = middle, words
+        if proof_at(middle):
+            place = middle
         else:
             same = middle
-    for number, path in islice(lower, place, place + _MOST_INCOMPLETE):
+    older: OtherRun | None = None
+    for at in range(place, min(place + _MOST_INCOMPLETE, len(lower))):
+        # One that is incomplete proves nothing about those below it: they may be of the run of ``best``.
+        if not (proof := proof_at(at)):
+            continue
+        number, path = lower[at]
         candidate = look(path, number)
         if candidate.problem is None:
-            return OtherRun(candidate, proof)
-    return None
+            is_older = None not in (candidate.time, best.time) and (candidate.time or 0) < (best.time or 0)
+            if not is_older:
+                return OtherRun(candidate, proof, is_older)
+            older = older or OtherRun(candidate, proof, is_older)
+    return older
 
 
 def _saved_last(lower: Sequence[tuple[int, Path]]) -> int:

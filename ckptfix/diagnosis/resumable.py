@@ -21,7 +21,7 @@ from ckptfix.checkpoint.latest import (
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
-from ckptfix.diagnosis.other_runs import History, history_of, other_run
+from ckptfix.diagnosis.other_runs import History, OtherRun, history_of, other_run
 from ckptfix.storage.atomic import read_file
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
@@ -47,13 +47,14 @@ class Choice:
     ``passed_over``: the incomplete ones that are newer, and those of families without a complete one. ``rivals``: the
     newest complete one of each family where there are several: their numbers cannot be compared, so the time of the
     save decides. ``proof``: what shows that the two ``rivals`` of one family are of two runs, so that the higher number
-    need not be the newer one.
+    need not be the newer one. ``abandoned``: one of another run than ``best``, older by number and time.
     """
 
     best: Candidate | None
     passed_over: tuple[Candidate, ...] = ()
     rivals: tuple[Candidate, ...] = ()
     proof: str = ""
+    abandoned: OtherRun | None = None
 
 
 def choose(
@@ -89,16 +90,19 @@ def choose(
     is_certain = len(newest) == 1 or (None not in times and times.count(best.time) == 1)
     passed_over = [one for broken, complete in families if complete is best for one in broken]
     passed_over += [broken[0] for broken, complete in families if complete is None]
+    other: OtherRun | None = None
     if is_certain:
         (of_best,) = (family for family in every_family.values() if (best.number, best.path) in family)
         lower = [numbered_folder for numbered_folder in of_best if numbered_folder[0] < best.number]
-        if (other := other_run(best, lower, look, read)) is not None:
+        other = other_run(best, lower, look, read)
+        if other is not None and not other.is_older:
             rivals = (best, other.candidate)
             return Choice(best=None, passed_over=tuple(passed_over), rivals=rivals, proof=other.proof)
     return Choice(
         best=best if is_certain else None,
         passed_over=tuple(passed_over),
         rivals=newest if len(newest) > 1 else (),
+        abandoned=other,
     )
 
 

@@ -51,15 +51,14 @@ def put(run_folder: Path, source: Path, *numbers: int) -> Path:
 
 
 @pytest.mark.parametrize("kept", [(7,), (5, 6, 7), (4, 5, 6, 7)])
-@pytest.mark.parametrize("order", ["in order", "as copied"])
+@pytest.mark.parametrize("order", ["in order", "at once"])
 def test_the_highest_number_of_an_older_run_is_not_taken(
     older: Path, newer: Path, tmp_path: Path, kept: tuple[int, ...], order: str, said: Said
 ) -> None:
     folder = put(put(tmp_path / "run", older, *kept), newer, 1, 2, 3)
-    if order == "as copied":
-        shuffled = random.Random(1).sample(range(10), 10)
-        for place, path in enumerate(sorted(folder.iterdir())):
-            os.utime(path / "trainer_state.json", (1e9 + shuffled[place], 1e9 + shuffled[place]))
+    if order == "at once":
+        for path in folder.iterdir():
+            os.utime(path / "trainer_state.json", (1e9, 1e9))
     with pytest.raises(UsageError) as raised:
         latest_checkpoint(folder)
     words = str(raised.value)
@@ -84,6 +83,46 @@ def test_the_newest_complete_one_of_the_other_run_is_named(older: Path, newer: P
     shutil.rmtree(folder / "checkpoint-2")
     shutil.rmtree(folder / "checkpoint-1")
     assert latest_checkpoint(folder).name == "checkpoint-7"
+
+
+def branched(run_folder: Path) -> list[Path]:
+    """Put 1 to 3 of a run, 4 of a branch that was given up, and 5 to which it went on from 3 with other losses."""
+    trained(run_folder, steps=4, logging_steps=1)
+    folders = [run_folder / f"checkpoint-{number}" for number in (3, 4, 5)]
+    shutil.copytree(folders[1], folders[2])
+    state = json.loads((folders[2] / "trainer_state.json").read_text())
+    state["global_step"] = 5
+    (last,) = [entry for entry in state["log_history"] if entry["step"] == 4 and "loss" in entry]
+    last["loss"] += 1
+    (folders[2] / "trainer_state.json").write_text(json.dumps(state))
+    for place, path in enumerate(folders):
+        os.utime(path / "trainer_state.json", (1e9 + 100 * place, 1e9 + 100 * place))
+    return folders
+
+
+def test_an_incomplete_checkpoint_of_another_branch_says_nothing_of_those_below(
+    tmp_path: Path, said: Said
+) -> None:
+    _, abandoned, newest = branched(tmp_path / "run")
+    optimizer = abandoned / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:100])
+    assert latest_checkpoint(tmp_path / "run") == newest
+    _, out, _ = said("check", "-r", tmp_path / "run")
+    assert "two runs" not in out
+    assert f"resume from {newest}" in out
+
+
+def test_a_branch_that_is_older_by_number_and_time_changes_no_choice(tmp_path: Path, said: Said) -> None:
+    _, abandoned, newest = branched(tmp_path / "run")
+    assert latest_checkpoint(tmp_path / "run") == newest
+    status, out, _ = said("check", "-r", tmp_path / "run")
+    assert status == 1
+    assert "checkpoint-5 and checkpoint-4 are of two runs (step 4: loss " in out
+    assert "and checkpoint-4 was saved before; next: move checkpoint-4 out of the folder" in out
+    assert f"resume from {newest}" in out
+    os.utime(abandoned / "trainer_state.json", (1e9 + 300, 1e9 + 300))
+    with pytest.raises(UsageError, match="checkpoint-4 and checkpoint-5 are of two runs"):
+        latest_checkpoint(tmp_path / "run")
 
 
 def whole(folder: Path, older: Path) -> None:
