@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from ckptfix import check
@@ -168,6 +169,43 @@ def test_an_adapter_of_a_base_that_the_script_changes(name: str, tmp_path: Path)
     outcome = ask(asked(load_of(tmp_path / "model")))
     assert (outcome.status, len(outcome.unknown)) == (0, 1), outcome
     assert "whether the script" in outcome.unknown[0]
+
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
+WITHOUT_EMBEDDINGS: dict[str, tuple[Callable[[], Any], str]] = {
+    "patches": (lambda: transformers.ViTModel(transformers.ViTConfig(**IMAGES)), "q_proj"),
+    "text and images": (
+        lambda: transformers.CLIPModel(
+            transformers.CLIPConfig(text_config=SIZES | {"vocab_size": 8}, vision_config=IMAGES)
+        ),
+        "q_proj",
+    ),
+    "sound": (
+        lambda: transformers.Wav2Vec2Model(
+            transformers.Wav2Vec2Config(
+                **SIZES, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4,
+                num_conv_pos_embedding_groups=2,
+            )
+        ),
+        "q_proj",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_EMBEDDINGS)
+def test_a_base_without_an_embedding_of_tokens(name: str, tmp_path: Path) -> None:
+    """``get_input_embeddings`` returned another layer or raised, and healthy adapters were called broken."""
+    make, target = WITHOUT_EMBEDDINGS[name]
+    make().save_pretrained(tmp_path / "base")
+    model = type(make()).from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target]))
+    adapted.save_pretrained(str(tmp_path / "model"))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.live, outcome.refused) == (0, outcome.tensors, ""), outcome
+    tensors = load_file(tmp_path / "model" / NAME)
+    write(tmp_path / "model", renamed(lambda key: f"x.{key}")(tensors))
+    assert ask(asked(load_of(tmp_path / "model"))).status == 1
 
 
 def test_a_base_of_fewer_layers(tmp_path: Path) -> None:

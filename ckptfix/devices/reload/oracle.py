@@ -259,7 +259,12 @@ def _base(
         )
     with torch.device("meta"):
         base = build(settings, attn_implementation="eager")
-    embedding = base.get_input_embeddings()
+    embedding = None
+    # CLIPModel has two embeddings; for the input of ViT they are convolutions, for that of wav2vec 2.0 nothing.
+    with suppress(NotImplementedError, AttributeError):
+        embedding = base.get_input_embeddings()
+    if not isinstance(embedding, torch.nn.Embedding):
+        return base, tuple(unknown)
     name = next((name for name, module in base.named_modules() if module is embedding), "")
     parts = ("", ".base_layer", ".token_adapter.base_layer")
     saved = [tensors.get(f"base_model.model.{name}{part}.weight") for part in parts]
