@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from ckptfix import check
 from ckptfix.cli import run
@@ -206,6 +207,51 @@ def test_a_base_without_an_embedding_of_tokens(name: str, tmp_path: Path) -> Non
     tensors = load_file(tmp_path / "model" / NAME)
     write(tmp_path / "model", renamed(lambda key: f"x.{key}")(tensors))
     assert ask(asked(load_of(tmp_path / "model"))).status == 1
+
+
+SETTINGS_LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "biases": ({"lora_bias": True}, {"lora_bias": False}),
+    "rows of tokens": ({"trainable_token_indices": [3]}, {"trainable_token_indices": None}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_LOST)
+def test_tensors_of_an_adapter_whose_config_lost_their_setting(name: str, tmp_path: Path) -> None:
+    """PEFT leaves them out without a word, next to live ones of the same layers."""
+    settings, lost = SETTINGS_LOST[name]
+    llama().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"), CAUSAL(target_modules=["q_proj"], **settings)
+    )
+    model.save_pretrained(str(tmp_path / "model"))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.live) == (0, outcome.tensors), outcome
+    path = tmp_path / "model" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | lost))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.live, outcome.unexpected) == (1, 4, ()), outcome
+    assert len(outcome.dead) == outcome.tensors - 4
+
+
+@pytest.mark.parametrize("name", SETTINGS_LOST)
+def test_tensors_of_a_second_adapter(name: str, tmp_path: Path) -> None:
+    """A file of ``model.state_dict()``, or of two adapters: the second is not the one that is loaded."""
+    settings, _ = SETTINGS_LOST[name]
+    llama().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"), CAUSAL(target_modules=["q_proj"], **settings)
+    )
+    model.save_pretrained(str(tmp_path / "model"))
+    tensors = load_file(tmp_path / "model" / NAME)
+
+    def second(key: str) -> str:
+        parameter, _, kind = key.rpartition(".")
+        return f"{parameter}.second.{kind}" if kind in ("weight", "bias") else f"{key}.second"
+
+    write(tmp_path / "model", tensors | {second(key): tensor for key, tensor in tensors.items()})
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.live, outcome.dead) == (0, len(tensors), ()), outcome
+    assert len(outcome.unexpected) == len(tensors)
 
 
 def test_a_base_of_fewer_layers(tmp_path: Path) -> None:

@@ -334,9 +334,15 @@ def _adapted(
     }
     # Next to its own tensors a file may have those of a second adapter, which PEFT leaves out by right.
     mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type) or "\0"
-    parameters = {_parameter(key, mark) for key in live}
+    marks = (mark, PEFT_TYPE_TO_PREFIX_MAPPING[library.PeftType.TRAINABLE_TOKENS])
+    parameters = {_parameter(key, marks) for key in live}
     unused = sorted(tensors.keys() - live)
-    dead = tuple(key for key in unused if mark in key and _parameter(key, mark) not in parameters)
+    dead = tuple(
+        key
+        for key in unused
+        if (parameter := _parameter(key, marks))
+        and (parameter not in parameters or key.removeprefix(parameter) in _WITHOUT_A_NAME)
+    )
     return answer._replace(
         missing=tuple(sorted(missing)),
         unexpected=tuple(key for key in unused if key not in dead),
@@ -345,10 +351,17 @@ def _adapted(
     )
 
 
-def _parameter(key: str, mark: str) -> str:
-    """Return a key up to the segment with the mark of a tuner: ``layers.0.q_proj.lora_A``."""
-    before, found, after = key.rpartition(mark)
-    return f"{before}{found}{after.partition('.')[0]}"
+_WITHOUT_A_NAME = ("", ".weight", ".bias")
+"""Ends of a key behind its parameter. Those of a second adapter have its name: ``lora_A.second.weight``."""
+
+
+def _parameter(key: str, marks: Iterable[str]) -> str:
+    """Return a key up to the segment with a mark of a tuner, ``layers.0.q_proj.lora_A``, "" for a key without."""
+    for mark in marks:
+        before, found, after = key.rpartition(mark)
+        if found:
+            return f"{before}{found}{after.partition('.')[0]}"
+    return ""
 
 
 def _shape(text: str) -> tuple[int, ...]:
