@@ -42,7 +42,7 @@ class Load(NamedTuple):
     key -> tensor, of all files. ``is_whole``: the header of each file was read. ``states_of``: whose states of a
     training lie next to them, ``save_state`` or of the Trainer. ``deepspeed``: the folder of DeepSpeed next to them, ""
     for none. ``steps``: of the optimizer, as a counter next to them shows. ``size``: the most bytes of a tensor that a
-    rule reads.
+    rule reads. ``index_fault``: why the index of its shards cannot be followed, "" where it can or needs none.
     """
 
     path: PurePosixPath
@@ -56,6 +56,7 @@ class Load(NamedTuple):
     steps: int = 0
     size: int = SAMPLE
     files: tuple[PurePosixPath, ...] = ()
+    index_fault: str = ""
 
     @property
     def config(self) -> Config:
@@ -125,7 +126,14 @@ def loads_of(
                 steps=steps,
                 size=sys.maxsize if data else SAMPLE,
                 files=tuple(member.path for member in group.members),
+                index_fault=_index_fault(group),
             )
+
+
+def _index_fault(group: ModelFiles) -> str:
+    if group.index_path is None or group.read_index is not None:
+        return ""
+    return f"{group.index_path.name} {'is missing' if group.index is None else 'cannot be read'}"
 
 
 def adapters_without_config(

@@ -252,6 +252,7 @@ def test_tensors_of_a_second_adapter(name: str, tmp_path: Path) -> None:
     outcome = ask(asked(load_of(tmp_path / "model")))
     assert (outcome.status, outcome.live, outcome.dead) == (0, len(tensors), ()), outcome
     assert len(outcome.unexpected) == len(tensors)
+    assert "random" not in "".join(map(str, outcome.lines()))
 
 
 def test_a_base_of_fewer_layers(tmp_path: Path) -> None:
@@ -271,6 +272,34 @@ def test_shards(make: Any, tmp_path: Path) -> None:
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     outcome = ask(asked(load_of(tmp_path)))
     assert (outcome.status, outcome.unexpected, outcome.unchecked) == (0, (), ""), outcome
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "is missing"), ('{"weight_map": {', "cannot be read")])
+def test_shards_whose_index_nobody_can_follow(text: str | None, words: str, tmp_path: Path) -> None:
+    """``from_pretrained`` fails with an OSError or a JSONDecodeError, whatever the shards hold."""
+    llama().save_pretrained(tmp_path, max_shard_size="4KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.unlink()
+    if text is not None:
+        index.write_text(text)
+    with pytest.raises((OSError, ValueError)):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    (outcome,) = check(tmp_path, load=True).load
+    assert (outcome.status, outcome.refused) == (1, f"{index.name} {words}")
+    assert [str(text) for text in outcome.lines()][:2] == [
+        f"  load: transformers, {index.name}: 21 tensors", f"    it fails: {index.name} {words}"
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_missing_index_next_to_weights_that_are_loaded(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    LlamaForCausalLM.from_pretrained(tmp_path)
+    (outcome,) = check(tmp_path, load=True).load
+    assert (outcome.path, outcome.status) == ("pytorch_model.bin", 0)
 
 
 def test_one_parameter_under_two_keys(tmp_path: Path) -> None:

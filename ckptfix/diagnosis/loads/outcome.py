@@ -111,11 +111,11 @@ class LoadOutcome(NamedTuple):
         used = f"{count_of(self.tensors, 'tensor')}"
         if self.live is not None:
             used = f"{self.live} of {used} of the adapter live"
-        end = "" if self.status else ", nothing stays random"
+        is_all = not self.status and self.live in (None, self.tensors)
+        end = ", nothing stays random" if is_all else ""
+        loads = f"{self.loads} from " if self.loads else ""
         colour = "red" if self.status else None
-        yield line(
-            f"  load: {self.library}, {self.loads or 'no class'} from {self.path}: {used}{end}", colour=colour
-        )
+        yield line(f"  load: {self.library}, {loads}{self.path}: {used}{end}", colour=colour)
         for words, keys in (
             ("random after the load", self.missing), ("unused, though of the adapter", self.dead),
             ("ignored", self.unexpected),
@@ -189,6 +189,8 @@ class Loaders:
     def _outcome(self, load: Load) -> LoadOutcome:
         path = str(load.path)
         answer = LoadOutcome(path=path, library=load.library, tensors=len(load.tensors))
+        if load.index_fault:
+            return answer._replace(refused=load.index_fault)
         if not load.is_whole:
             return answer._replace(unchecked="not every header of its files can be read")
         asked = Asked(
@@ -223,7 +225,7 @@ def _is_about(finding: Finding, load: Load) -> bool:
 
 def _turn(load: Load) -> int:
     """Return the place of a family in the order in which its library looks for one."""
-    name = parse_file_name(load.path.name)
+    name = parse_file_name(load.path.name) if not load.index_fault.endswith("is missing") else None
     kind = kind_of(name) if name is not None else None
     if name is None or name.model is None or kind is None:
         return sys.maxsize
