@@ -6,6 +6,8 @@ empty. ``root`` is the root of the file system, another one for tests.
 
 import os
 import re
+import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -16,7 +18,7 @@ from dataclasses import field
 from enum import Enum
 from itertools import combinations, takewhile
 from pathlib import Path
-from threading import Event, Lock, Timer
+from threading import Event, Lock, Thread, Timer
 from typing import IO
 
 from ckptfix.dataclass import dataclass
@@ -352,6 +354,9 @@ class Child:
     It starts with the first one: the import of torch and transformers takes 5 s, an answer 0.1 s. Several threads may
     ask; each waits for those before it. A process that does not answer in time is killed, and the next question starts
     another one. ``seconds``: for an answer.
+
+    The current folder of the process, and its folder for temporary files, is one of its own. It is removed with the
+    process: by this class, or by ``end_with_parent`` in the process.
     """
 
     def __init__(self, command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> None:
@@ -359,6 +364,7 @@ class Child:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
+        self._folder = ""
 
     def ask(self, question: bytes) -> bytes:
         """Return the line that answers a line. Raises ChildEnded where none comes, OSError where no process starts."""
@@ -380,10 +386,15 @@ class Child:
     def _ask(self, question: bytes) -> bytes:
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                env=self._environment, start_new_session=True,
-            )  # fmt: skip
+            self._folder = tempfile.mkdtemp(prefix="ckptfix-")
+            try:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd=self._folder,
+                    env={**self._environment, "TMPDIR": self._folder}, start_new_session=True,
+                )  # fmt: skip
+            except OSError:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise
         process, late = self._process, Event()
 
         def stop() -> None:
@@ -421,6 +432,7 @@ class Child:
         _kill(process)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_AFTER_KILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
         said = _tail(errors.fileno())
         for pipe in (process.stdin, process.stdout, errors):
             with suppress(OSError):  # what was not written when it ended
@@ -428,6 +440,24 @@ class Child:
                     pipe.close()
         status = None if is_late else process.returncode
         return Ended(status=status, limit=self._seconds, out="", err=said)
+
+
+def end_with_parent() -> None:
+    """End this process, the one of a ``Child``, when its parent ends, and remove its folder. Call it before all else.
+
+    The parent holds the other end of the standard input. PR_SET_PDEATHSIG tells of the end of a thread of the parent,
+    and a check of several checkpoints asks in threads that end before it.
+    """
+    folder, parent, hang_up = os.getcwd(), os.getppid(), select.poll()
+    hang_up.register(0, 0)
+
+    def wait() -> None:
+        while os.getppid() == parent and not hang_up.poll(1000):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -1,6 +1,8 @@
 """Machines made of files: GPUs on the PCI bus, driver, NVLink as ``nvidia-smi`` has it; commands with a time limit."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -252,4 +254,49 @@ def test_a_child_answers_and_is_started_again() -> None:
             child.ask(word.encode())
     assert child.ask(b"three") == b"1 three\n"
     child.close()
+    child.close()
+
+
+PARENT = """
+import os, sys
+from ckptfix.hardware import Child
+busy = '''
+import os, sys
+from ckptfix.hardware import end_with_parent
+end_with_parent()
+sys.stdin.readline()
+print(os.getpid(), os.getcwd(), os.environ["TMPDIR"], flush=True)
+sys.stdin.readline()
+while True:
+    pass
+'''
+child = Child((sys.executable, "-c", busy), 60.0, os.environ)
+print(child.ask(b"where").decode(), flush=True)
+child.ask(b"spin")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
+    """It computes on with no limit of time otherwise, and its folder stays."""
+    with subprocess.Popen((sys.executable, "-c", PARENT), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child, folder, temporary = parent.stdout.readline().split()
+        assert folder == temporary != os.getcwd()
+        parent.send_signal(number)
+    end = time.monotonic() + 20
+    while _runs(int(child)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _runs(int(child))
+    assert not Path(folder).exists()
+
+
+def test_the_folder_of_a_child_that_was_late() -> None:
+    script = "import os, sys, time; print(os.getcwd(), flush=True); time.sleep(60)"
+    child = Child((sys.executable, "-c", script), 2.0, os.environ)
+    folder = child.ask(b"where").decode().strip()
+    assert Path(folder).is_dir()
+    with pytest.raises(ChildEnded):
+        child.ask(b"again")
+    assert not Path(folder).exists()
     child.close()

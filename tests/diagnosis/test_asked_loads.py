@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -332,6 +334,35 @@ def test_a_load_from_python(tmp_path: Path) -> None:
         store.put(path.name, path.read_bytes())
     (of_store,) = check(url, load=True).load
     assert of_store == outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "command"), [("", "-m"), (":", "-c"), ("{folder}", "-c")])
+def test_code_in_the_folder_never_runs(path: str, command: str, tmp_path: Path) -> None:
+    """``-m`` and an empty part of PYTHONPATH put the current folder before the libraries."""
+    folder = tmp_path / "model"
+    of_transformers("llama", llama()).save(folder)
+    (folder / "transformers.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    begin = {"-m": ["-m", "ckptfix"], "-c": ["-c", "from ckptfix.cli import main; main()"]}[command]
+    ended = subprocess.run(
+        [sys.executable, *begin, "check", "--load", str(folder)],
+        cwd=folder, env={**os.environ, "PYTHONPATH": path.format(folder=folder)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not (tmp_path / "ran").exists()
+    assert (ended.returncode, "nothing stays random" in ended.stdout) == (0, True), (
+        ended.stdout + ended.stderr
+    )
+
+
+@pytest.mark.slow
+def test_a_base_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script gives it from its own current folder, not from the one of the process that is asked."""
+    of_peft("LoRA").save(tmp_path / "model")
+    path = tmp_path / "model" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "./base"}))
+    monkeypatch.chdir(tmp_path)
+    (outcome,) = check(tmp_path / "model", load=True).load
+    assert (outcome.live, outcome.status) == (8, 0), outcome
 
 
 @pytest.mark.slow

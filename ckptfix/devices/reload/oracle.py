@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
 import tempfile
 import warnings
@@ -25,7 +26,7 @@ import torch
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY
 from ckptfix.checkpoint.model_configs import ADAPTER, read_config
 from ckptfix.devices.reload.outputs import ANYTHING, in_words
-from ckptfix.diagnosis.loads.outcome import MEMORY, Asked, LoadOutcome, Mismatch
+from ckptfix.diagnosis.loads.outcome import MEMORY, PATIENCE, Asked, LoadOutcome, Mismatch
 from ckptfix.wording import count_of, human_size
 
 _DTYPES = {
@@ -210,7 +211,7 @@ def _of_peft(
     if kind not in library.PeftType.__members__.values():
         raise Unchecked(f"peft {library.__version__} has no adapter of type {kind}")
     outcomes: list[LoadOutcome] = []
-    for base, unknown in _bases(library, config, tensors):
+    for base, unknown in _bases(library, config, tensors, asked.home):
         outcomes.append(_adapted(library, base, tensors, folder, answer)._replace(unknown=unknown))
         if not outcomes[-1].status:
             break
@@ -218,7 +219,7 @@ def _of_peft(
 
 
 def _bases(
-    library: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    library: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], start: str
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Yield the base of an adapter without bytes, and what is assumed of it: a script may load it as either class.
 
@@ -226,7 +227,7 @@ def _bases(
     """
     import transformers
 
-    home = _home_of_base(config)
+    home = _home_of_base(config, start)
     given = read_config(Path(home), "config.json")
     if not given:
         raise Unchecked("config.json of the base model cannot be read")
@@ -283,13 +284,16 @@ _TASKS = {
 }  # fmt: skip
 
 
-def _home_of_base(config: Mapping[str, Any]) -> str:
-    """Return the folder with the config of the base model: a local one, or in the hub's cache."""
+def _home_of_base(config: Mapping[str, Any], start: str) -> str:
+    """Return the folder with the config of the base model: a local one, or in the hub's cache.
+
+    ``start``: the folder from which a relative path begins.
+    """
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise Unchecked("adapter_config.json names no base model (base_model_name_or_path)")
-    if Path(base, "config.json").is_file():
-        return base
+    if Path(start, base, "config.json").is_file():
+        return str(Path(start, base))
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -385,9 +389,12 @@ def main() -> None:
     # What a library prints is no answer.
     os.dup2(2, 1)
     for line in sys.stdin.buffer:
+        # Nobody waits for a later answer. The parent ends this process before, unless it ended itself.
+        signal.alarm(int(PATIENCE) + 10)
         outcome = ask(Asked(**json.loads(line)))
         answers.write(json.dumps(outcome._asdict()).encode() + b"\n")
         answers.flush()
+        signal.alarm(0)
         if outcome.unchecked.startswith(NEEDS_MORE):
             # The next question gets a process with memory.
             return

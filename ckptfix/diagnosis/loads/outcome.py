@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.load_inputs import Config, Load, loads_of
+from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
 from ckptfix.checkpoint.loading_order import kind_of, loaders_of
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.load_faults import IncompleteAdapter, MismatchedAdapter, UnusedKeys
@@ -26,9 +27,14 @@ PATIENCE = 120.0
 MEMORY = 2 << 30
 """Bytes of memory for the process: torch, transformers, PEFT and diffusers take 0.4 GB."""
 
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a torch.py.
-_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.reload.oracle import main; main()"
-
+_BEGIN = """
+import sys
+sys.path[:] = sys.argv[1:]
+from ckptfix.hardware import end_with_parent
+end_with_parent()
+from ckptfix.devices.reload.oracle import main
+main()
+"""
 
 _TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedConfig)
 """Findings about keys and shapes, of which the load by the library itself is the better judge."""
@@ -43,12 +49,14 @@ class Asked(NamedTuple):
     """A load that a library is asked about, in plain values.
 
     ``path``: the file with the weights, or their index. ``tensors``: key -> dtype in safetensors' words, and shape.
+    ``home``: the folder from which a relative path in a config begins.
     """
 
     library: str
     path: str
     configs: Mapping[str, Config]
     tensors: Mapping[str, tuple[str, Sequence[int]]]
+    home: str = ""
 
 
 class Mismatch(NamedTuple):
@@ -147,7 +155,10 @@ class Loaders:
             "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
             "HF_DEACTIVATE_ASYNC_LOAD": "1",
         }  # fmt: skip
-        self._child = Child((sys.executable, "-c", _BEGIN, *sys.path), PATIENCE, {**os.environ, **offline})
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._child = Child(
+            (sys.executable, "-c", _BEGIN, *_path_of_imports()), PATIENCE, {**environment, **offline}
+        )
 
     def __enter__(self) -> "Loaders":
         return self
@@ -198,12 +209,33 @@ class Loaders:
             path=load.path.name,
             configs=load.configs,
             tensors={key: (tensor.dtype, tensor.shape) for key, tensor in load.tensors.items()},
+            home=os.getcwd(),
         )
         try:
             said = json.loads(self._child.ask(json.dumps(asked._asdict()).encode()))
         except (ChildEnded, OSError) as error:
             return answer._replace(unchecked=str(error))
         return read_outcome(said)._replace(path=path)
+
+
+def _path_of_imports() -> list[str]:
+    """Return the folders from which the process imports: none of a model, which may hold a ``transformers.py``.
+
+    They are those of this process without the current folder, in which ``python -m`` and an empty part of PYTHONPATH
+    look first, and without any that holds a config of a library, as each folder does that is asked about.
+    """
+    configs = {*CONFIG_OF_LIBRARY.values(), "model_index.json"}
+    folders = [os.path.realpath(folder) for folder in sys.path]
+    own = str(Path(__file__).resolve().parents[3])
+    return [
+        *(
+            folder
+            for folder in folders
+            if folder != os.path.realpath("")
+            and not any(os.path.exists(f"{folder}/{name}") for name in configs)
+        ),
+        own,
+    ]
 
 
 def read_outcome(said: Mapping[str, Any]) -> LoadOutcome:
