@@ -81,7 +81,8 @@ def llama_config(tmp_path: Path, **changes: Any) -> LoadOutcome:
     subject = of_transformers("llama", llama())
     subject.save(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
     return ask(asked(load_of(tmp_path)))
 
 
@@ -100,6 +101,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a division by zero": {"num_attention_heads": 0},
     "a list for a setting": {"rope_parameters": [1]},
     "an unknown activation": {"hidden_act": "odd"},
+    "an unknown type": {"model_type": "odd"},
+    "no type": {"model_type": None},
+    "a type without such a model": {"model_type": "vit"},
 }
 
 
@@ -116,6 +120,18 @@ def test_a_config_that_the_library_refuses(name: str, tmp_path: Path) -> None:
     outcome = llama_config(tmp_path, **REFUSED[name])
     assert outcome.status == 1
     assert outcome.refused
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral", "llama"])
+def test_the_type_in_the_config_counts(kind: str, tmp_path: Path) -> None:
+    """An AutoModel takes the class by ``model_type``, whatever ``architectures`` names."""
+    outcome = llama_config(tmp_path, model_type=kind)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert outcome.loads == type(model).__name__
+    assert set(outcome.missing) == info["missing_keys"]
+    assert set(outcome.unexpected) == info["unexpected_keys"]
+    assert outcome.status == (kind == "gpt2")
+    assert bool(outcome.unknown) == (kind != "llama")
 
 
 def of_base(tmp_path: Path, base: object, **changes: Any) -> LoadOutcome:

@@ -91,6 +91,7 @@ def _of_transformers(
         raise Unchecked(f"{ADAPTER} lies next to it, and from_pretrained loads the base that it names")
     if config.get("transformers_weights"):
         raise Unchecked("config.json names the file with the weights itself (transformers_weights)")
+    named, cls = cls, _taken_by_type(library, cls, config, folder)
     answer = answer._replace(loads=cls.__name__)
     model, info = cls.from_pretrained(
         None, config=_config_of(cls, folder), state_dict=tensors, device_map={"": "meta"},
@@ -103,7 +104,7 @@ def _of_transformers(
         unexpected=tuple(sorted(info["unexpected_keys"])),
         mismatched=_mismatches(info["mismatched_keys"]),
         refused=refused,
-        unknown=tuple(_unknown(model, config, tensors)),
+        unknown=tuple(_unknown(model, named, config, tensors)),
     )
     if config.get("quantization_config") and outcome.status:
         raise Unchecked(
@@ -129,6 +130,26 @@ def _class_of_transformers(library: Any, config: Mapping[str, Any]) -> Any:
     return cls
 
 
+def _taken_by_type(library: Any, cls: Any, config: Mapping[str, Any], folder: Path) -> Any:
+    """Return the class that an AutoModel takes, by ``model_type``, where ``cls`` is the one in ``architectures``.
+
+    Raises ValueError, as AutoConfig does, where transformers knows no such type.
+    """
+    from transformers.models.auto import modeling_auto
+
+    # A part of a model, such as BarkFineModel, has a type that AutoConfig does not know.
+    if config.get("model_type", "") == cls.config_class.model_type:
+        return cls
+    settings = library.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    if type(settings) is cls.config_class:
+        return cls
+    for names in (value for name, value in vars(modeling_auto).items() if name.endswith("MAPPING_NAMES")):
+        taken = names.get(settings.model_type)
+        if names.get(cls.config_class.model_type) == cls.__name__ and isinstance(taken, str):
+            return getattr(library, taken)
+    raise ValueError(f"model_type is {settings.model_type!r}, which has no model like {cls.__name__}")
+
+
 def _is_model(cls: object, base: type) -> bool:
     return isinstance(cls, type) and issubclass(cls, base)
 
@@ -145,8 +166,15 @@ def _mismatches(mismatched: Iterable[Any]) -> tuple[Mismatch, ...]:
     )
 
 
-def _unknown(model: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yield in words what only bytes, or a device, would show."""
+def _unknown(
+    model: Any, named: type, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Yield in words what only bytes, a device or the script would show. ``named``: the class in ``architectures``."""
+    if type(model) is not named:
+        yield (
+            f"whether a script loads {named.__name__}, the class in architectures: an AutoModel takes "
+            f"{type(model).__name__}, by model_type"
+        )
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = [
         f"{target} and {source}" for target, source in ties.items() if {target, source} <= tensors.keys()
