@@ -89,14 +89,14 @@ def check_command(
     if report.quiet and verbose:
         raise click.UsageError(f"--verbose and --{'null' if null else 'quiet'} contradict each other")
     with ExitStack() as images:
-        loaders = images.enter_context(_loaders()) if loads else None
+        loaders = images.enter_context(_loaders(recursive)) if loads else None
         return _check_all(paths, data, loaders, recursive, verbose, null, report, images)
 
 
-def _loaders() -> "Loaders":
+def _loaders(is_of_many: bool) -> "Loaders":
     from ckptfix.diagnosis.loads.outcome import Loaders
 
-    return Loaders()
+    return Loaders(is_of_many=is_of_many)
 
 
 def _check_all(
@@ -126,7 +126,7 @@ def _check_all(
                 load=loaders or False,
                 progress=control.go_on,
             )
-            runs.end(Path(path), Path(place), result.status)
+            runs.end(Path(path), Path(place), result.known)
         if recursive:  # models below have a report of their own
             result = result.alone()
         return result

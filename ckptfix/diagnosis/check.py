@@ -111,8 +111,13 @@ class CheckReport(Printable, Serialized):
         """Exit status: 3 where a file may not be read, or no library says what it loads, else 1 for any error or
         warning, or a load that is not the model that was saved. Notes do not change it.
         """
-        of_findings = 3 if self.all_unfinished else status_of(self.all_findings)
-        return max((of_findings, *(outcome.status for outcome in self.all_load)))
+        return max((self.known, *(outcome.status for outcome in self.all_load)))
+
+    @property
+    def known(self) -> int:
+        """The status without the loads that no library answers for: they speak for no checkpoint and against none."""
+        is_lost = any(outcome.status == 1 for outcome in self.all_load)
+        return 3 if self.all_unfinished else max(status_of(self.all_findings), int(is_lost))
 
     @property
     def all_load(self) -> "tuple[LoadOutcome, ...]":
@@ -398,6 +403,8 @@ def _checked(
     if loaders is not None:
         is_asked_below = any(report.all_load for report in below) and not diagnosis.groups
         load, of_headers = loaders.judged(folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below)
+        if not load and not is_asked_below:
+            omitted.append("load by a library: none loads this folder")
         if load and not any(outcome.unchecked for outcome in load):
             omitted = [words for words in omitted if _BY_A_LOAD not in words]
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)

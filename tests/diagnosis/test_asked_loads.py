@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from ckptfix import check
@@ -379,6 +379,22 @@ def test_a_base_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (outcome,) = check(tmp_path / "model", load=True).load
     assert (outcome.live, outcome.status) == (8, 0), outcome
+
+
+def test_checkpoints_that_no_library_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``-r`` lists every model there is; what ``load_state`` reads is not among them, and is no problem."""
+    for step in (10, 20):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"weight": torch.full((2, 2), float(step))}, folder / "model.safetensors", {"format": "pt"})
+    assert run(["check", "--load", str(folder)]) == 3
+    capsys.readouterr()
+    assert run(["check", "--load", "-r", "-0", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == ""
+    assert run(["check", "--load", "-r", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "found problems" not in text
+    assert "load by a library" in text
 
 
 @pytest.mark.slow

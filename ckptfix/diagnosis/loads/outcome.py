@@ -148,14 +148,18 @@ class LoadOutcome(NamedTuple):
 
 
 class Loaders:
-    """The libraries, asked in a process of their own that ends with the block."""
+    """The libraries, asked in a process of their own that ends with the block.
 
-    def __init__(self) -> None:
+    ``is_of_many``: of all checkpoints below a folder, where one that no library loads is nothing that was asked for.
+    """
+
+    def __init__(self, *, is_of_many: bool = False) -> None:
         offline = {
             "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
             "HF_DEACTIVATE_ASYNC_LOAD": "1",
         }  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._is_of_many = is_of_many
         self._child = Child(
             (sys.executable, "-c", _BEGIN, *_path_of_imports()), PATIENCE, {**environment, **offline}
         )
@@ -192,7 +196,7 @@ class Loaders:
             findings = tuple(finding for finding in findings if finding not in wrong)
             words = tuple(f"{finding} [{finding.code}]" for finding in wrong)
             outcomes.append(outcome._replace(contradicts=words))
-        if not outcomes and not is_asked_below:
+        if not outcomes and not is_asked_below and not self._is_of_many:
             path = str(groups[0].path) if groups else "this folder"
             outcomes.append(LoadOutcome(path=path, library="", unchecked=_NOBODY))
         return tuple(outcomes), findings
