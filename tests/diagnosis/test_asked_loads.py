@@ -29,6 +29,7 @@ from tests.benchmarks.loads import (
     damaged,
     diffusers,
     load_of,
+    of_architecture,
     of_diffusers,
     of_peft,
     of_transformers,
@@ -132,6 +133,26 @@ def test_the_type_in_the_config_counts(kind: str, tmp_path: Path) -> None:
     assert set(outcome.unexpected) == info["unexpected_keys"]
     assert outcome.status == (kind == "gpt2")
     assert bool(outcome.unknown) == (kind != "llama")
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_in_the_config(key: str, tmp_path: Path) -> None:
+    """The process asks for ``eager``, which needs no package; the load by a script fails."""
+    outcome = llama_config(tmp_path, **{key: "nosuch"})
+    assert outcome.status == 0
+    assert "whether 'nosuch' can be loaded here" in outcome.unknown[0]
+    with pytest.raises(ValueError, match="nosuch"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not llama_config(tmp_path / "healthy", **{key: "eager"}).unknown
+
+
+def test_a_class_for_the_type_of_another_config(tmp_path: Path) -> None:
+    subject = of_architecture("sam3_video", transformers.Sam3TrackerModel)
+    assert subject is not None
+    subject.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "sam3_tracker_video"
+    outcome = ask(asked(load_of(tmp_path)))
+    assert (outcome.loads, outcome.status, outcome.unknown) == ("Sam3TrackerModel", 0, ())
 
 
 def of_base(tmp_path: Path, base: object, **changes: Any) -> LoadOutcome:

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -137,17 +137,27 @@ def _taken_by_type(library: Any, cls: Any, config: Mapping[str, Any], folder: Pa
     """
     from transformers.models.auto import modeling_auto
 
-    # A part of a model, such as BarkFineModel, has a type that AutoConfig does not know.
-    if config.get("model_type", "") == cls.config_class.model_type:
+    # A part of a model, such as BarkFineModel, has a type that AutoConfig does not know. transformers 5.23 saves
+    # Sam3TrackerModel with the config of the tracker of videos, of which it is a part.
+    own = cls.config_class.model_type
+    if config.get("model_type", "") in (own, f"{own}_video"):
         return cls
     settings = library.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    if type(settings) is cls.config_class:
+    tables = [names for key, names in vars(modeling_auto).items() if key.endswith("MAPPING_NAMES")]
+    # AutoModelForMaskGeneration takes Sam3TrackerModel for the type of another config, sam3_video.
+    if type(settings) is cls.config_class or any(
+        cls.__name__ in _listed(names.get(settings.model_type)) for names in tables
+    ):
         return cls
-    for names in (value for name, value in vars(modeling_auto).items() if name.endswith("MAPPING_NAMES")):
-        taken = names.get(settings.model_type)
-        if names.get(cls.config_class.model_type) == cls.__name__ and isinstance(taken, str):
-            return getattr(library, taken)
+    for names in tables:
+        taken = _listed(names.get(settings.model_type))
+        if taken and cls.__name__ in _listed(names.get(own)):
+            return getattr(library, taken[0])
     raise ValueError(f"model_type is {settings.model_type!r}, which has no model like {cls.__name__}")
+
+
+def _listed(names: str | Sequence[str] | None) -> Sequence[str]:
+    return (names,) if isinstance(names, str) else names or ()
 
 
 def _is_model(cls: object, base: type) -> bool:
@@ -183,6 +193,9 @@ def _unknown(
         yield f"whether {pairs[0]} are equal, which the config ties ({count_of(len(pairs), 'pair')})"
     if any("Converter" in type(rule).__name__ for rule in getattr(model, "_weight_conversions", None) or ()):
         yield "values of the weights that transformers merges or splits while it loads them"
+    for key in ("attn_implementation", "_attn_implementation"):
+        if config.get(key) not in (None, "eager"):
+            yield f"whether {config[key]!r} can be loaded here, the {key} of the config: 'eager' was asked for"
     if config.get("quantization_config"):
         yield "whether a device that the quantization needs loads the same"
 
