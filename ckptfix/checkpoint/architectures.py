@@ -20,6 +20,30 @@ from ckptfix.storage.reading import read_start
 TABLE = Path(__file__).with_name("architectures.bin")
 """The first line has the version and the places of the blocks; each block has the classes of some model types."""
 
+RENAMED = frozenset(
+    (
+        "chinese_clip_vision_model",
+        "clip_text_model",
+        "clip_vision_model",
+        "colqwen2",
+        "gemma3n_text",
+        "gemma4_unified",
+        "hyperclovax_vision_v2",
+        "paddleocr_vl",
+        "qwen2_5_omni_thinker",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5_text",
+        "qwen3_vl_moe",
+        "siglip2_vision_model",
+        "siglip_vision_model",
+        "ultrabert",
+    )
+)
+"""Model types of which a load renames keys that no save writes: files of CLIPTextModel before transformers 5 have
+``text_model.`` before every key. Other types with conversions have ``inside`` keys in the table.
+"""
+
 _LARGEST = 1 << 22
 _LARGEST_SIZE = 1 << 40
 _LONGEST_NAME = 100
@@ -57,7 +81,8 @@ class Architecture(NamedTuple):
     whole) with a ``tie_word_embeddings`` that ties something -> its default. ``ties``: that config -> key that is tied
     (and not saved) -> key that has its values. ``missing``, ``unexpected``: regular expressions of keys that a load
     does not report. ``unsaved``: keys that ``save_pretrained`` leaves out. ``head``, ``embedding``: the weights of the
-    output and of the input, "" for none. ``prefix``: ``base_model_prefix``.
+    output and of the input, "" for none. ``prefix``: ``base_model_prefix``. ``is_renamed``: a load may rename keys that
+    are not in ``keys``.
     """
 
     name: str
@@ -74,6 +99,7 @@ class Architecture(NamedTuple):
     head: str
     embedding: str
     prefix: str
+    is_renamed: bool
 
     def fits(self, key: str) -> bool:
         """Return whether a load finds a key, by its module: flags of a config add a bias to a weight, and take it off.
@@ -113,6 +139,13 @@ class Architecture(NamedTuple):
             return None
         value = part.get("tie_word_embeddings", self.flags[flag] if knows_defaults(config) else None)
         return value if isinstance(value, bool) else None
+
+    def has_parts_of(self, config: Mapping[str, Any]) -> bool:
+        """Return whether the configs inside of a config are of the types that the table was built with.
+
+        A composite, such as ``EncoderDecoderModel``, has the keys of the models that its config names.
+        """
+        return all(self._part(config, path) is not None or path not in config for path in self.parts)
 
     def _part(self, config: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
         """Return a config inside of a config; None where it is of another ``model_type``, or is not there."""
@@ -234,6 +267,7 @@ def _architecture(name: str, model_type: str) -> Architecture | None:
         head=record.get("head", ""),
         embedding=record.get("embedding", ""),
         prefix=record.get("prefix", ""),
+        is_renamed="inside" in record or model_type in RENAMED,
     )
 
 

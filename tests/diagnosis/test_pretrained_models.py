@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ckptfix import check
+from ckptfix.checkpoint import architectures
 from tests.tiny_models import NAME, Tensors, load, reconfigure, tensors_of, tiny, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -254,13 +257,14 @@ def test_one_of_two_families_is_compared(tmp_path: Path) -> None:
 
 
 def test_prefixes_with_other_keys(tmp_path: Path) -> None:
-    """A head of the script's own is no class's, and all weights stay random; a file of something else is not told."""
+    """A head of the script's own is no class's, and all weights stay random."""
     tensors = {f"module.{key}": each for key, each in saved(tmp_path).items()}
     write(tmp_path, {**tensors, "module.v_head.weight": torch.ones(1, 16)})
     assert load(tmp_path) == "21 random, 22 unused"
     assert told(tmp_path) == [("dead-weights", "error")]
     write(tmp_path, {**tensors, **{f"module.mine.{number}": torch.ones(1) for number in range(5)}})
-    assert told(tmp_path) == []
+    assert load(tmp_path) == "21 random, 26 unused"
+    assert told(tmp_path) == [("dead-weights", "error")]
     buffers = {
         f"module.model.layers.{number}.self_attn.rotary_emb.inv_freq": torch.ones(4) for number in (0, 1)
     }
@@ -269,6 +273,67 @@ def test_prefixes_with_other_keys(tmp_path: Path) -> None:
     twice = {f"{'module.' if 'layers' in key else ''}{key}": each for key, each in tensors.items()}
     write(tmp_path, twice)
     assert told(tmp_path) == [("dead-weights", "error")]
+
+
+def in_peft(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Return what a PeftModel has around a model: every linear layer is a base layer with two matrices."""
+    wrapped = {f"base_model.model.{key}": each for key, each in tensors.items()}
+    for key in [key for key in wrapped if key.endswith("_proj.weight")]:
+        module = key.removesuffix(".weight")
+        wrapped[f"{module}.base_layer.weight"] = wrapped.pop(key)
+        wrapped |= {f"{module}.lora_{part}.default.weight": torch.ones(4, 4) for part in "AB"}
+    return wrapped
+
+
+FOREIGN: dict[str, Callable[[Tensors], dict[str, torch.Tensor]]] = {
+    "a LightningModule": lambda tensors: {f"net.{key}": each for key, each in tensors.items()},
+    "a wrapper with a head of its own": lambda tensors: {
+        **{f"net.{key}": each for key, each in tensors.items() if key != "lm_head.weight"},
+        "lm_head.weight": tensors["lm_head.weight"],
+        "loss.weight": torch.ones(4),
+    },
+    "a PeftModel": in_peft,
+    "another class": lambda tensors: {f"blocks.{at}.w": each for at, each in enumerate(tensors.values())},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_without_a_key_of_their_class(name: str, tmp_path: Path) -> None:
+    write(tmp_path, FOREIGN[name](saved(tmp_path)))
+    assert load(tmp_path).startswith(("21 random", "20 random"))
+    (finding,) = check(tmp_path).findings
+    assert (finding.code, finding.severity.value, finding.action.value) == ("dead-weights", "error", "tell")
+    torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
+    assert told(tmp_path) == [("dead-weights", "note")]
+
+
+def test_keys_that_a_load_renames_are_not_told(tmp_path: Path) -> None:
+    """Before transformers 5 the files of CLIPTextModel had ``text_model.`` before every key."""
+    tensors = saved(tmp_path, "CLIPTextModel")
+    write(tmp_path, {f"text_model.{key}": each for key, each in tensors.items()})
+    assert load(tmp_path) == "complete"
+    assert told(tmp_path) == []
+    assert any("may rename" in words for words in unchecked(tmp_path))
+
+
+def test_a_composite_of_other_models_is_not_told(tmp_path: Path) -> None:
+    """The table has EncoderDecoderModel of two BERT."""
+    encoder, decoder = tiny("GPT2LMHeadModel").transformer, tiny("GPT2LMHeadModel", add_cross_attention=True)
+    transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder).save_pretrained(tmp_path)
+    assert load(tmp_path) == "complete"
+    assert told(tmp_path) == []
+    assert any("may rename" in words for words in unchecked(tmp_path))
+
+
+def test_all_types_whose_keys_a_load_renames_are_known() -> None:
+    """A file in which transformers renames every key has none of the table."""
+    types = {model_type for block in architectures._index()["blocks"] for model_type in block[2:]}
+    for model_type in types:
+        start, size = next(block[:2] for block in architectures._index()["blocks"] if model_type in block[2:])
+        for name, record in architectures._block(start, size)[model_type].items():
+            is_converted = any(map(get_checkpoint_conversion_mapping, (name, model_type)))
+            is_known = "inside" in record or model_type in architectures.RENAMED
+            assert is_known or not is_converted, (model_type, name)
 
 
 def test_an_attribute_that_nobody_knows_is_not_checked(tmp_path: Path) -> None:

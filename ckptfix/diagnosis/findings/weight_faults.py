@@ -20,8 +20,8 @@ class DeadWeights(UnusedKeys):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a model begin with a wrapper (`module.`, `_orig_mod.`, `base_model.model.`): `from_pretrained` of "
-        "transformers finds none of these tensors, and leaves the weights random"
+        "the keys of a model begin with a wrapper (`module.`, `_orig_mod.`, `base_model.model.`), or none of them is a "
+        "key of its class: `from_pretrained` of transformers finds none of these tensors, and leaves the weights random"
     )
 
     model: str
@@ -60,6 +60,31 @@ class MixedWeights(DoubtfulWeights):
     __slots__ = ()
 
     severity = Severity.ERROR
+
+
+class ForeignWeights(DeadWeights):
+    """Weights of which no key, or hardly one, is a key of their class, whatever is before them."""
+
+    __slots__ = ()
+
+    action = Action.TELL
+
+    @property
+    def advice(self) -> str:
+        """Advice to save the model again without what the script puts around it."""
+        return (
+            "the keys are of a module around the model, such as a LightningModule or a PeftModel, or of another model: "
+            "write the folder again with save_pretrained() of the inner model (PEFT: after merge_and_unload()), or "
+            "correct architectures in config.json"
+        )
+
+
+class ForeignWeightsOfState(ForeignWeights):
+    """The same in a folder of ``save_state``, which loads them into the model of the script."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ from ckptfix.diagnosis.findings.weight_faults import (
     DeadWeights,
     DoubtfulWeights,
     DroppedLayers,
+    ForeignWeights,
+    ForeignWeightsOfState,
     MismatchedConfig,
     MixedWeights,
 )
@@ -34,6 +36,10 @@ from ckptfix.wording import count_of, series
 
 _BASE = ("base_model", "model")
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
+
+_FEW = 20
+"""One key of so many may be of a class by accident, such as a head next to a wrapped model. Of 4-bit weights of
+bitsandbytes one of six is."""
 
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
@@ -58,6 +64,8 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     placed = [*_placed(known, names.expected)]
     findings = [*names.findings(), *_numbers(load, known, placed)]
     unchecked = list(_uncertain(load, known, placed))
+    if why := names.unchecked():
+        unchecked.append(f"{CONFIG} against the weights: {why}; ckptfix check --load asks the library itself")
     if "quantization_config" in load.config:
         unchecked.append(f"{load.path}: rows of its embeddings, because methods of quantization pack them")
     else:
@@ -97,13 +105,31 @@ class _Names:
         if unknown and (unknown < len(others) or 10 * unknown > len(load.tensors)):
             self._dead = {}
         self.expected = {self._dead.get(key, key): key for key in load.tensors}
+        read = [] if self._dead else [key for key in load.tensors if not self._is_ignored(key)]
+        strangers = [key for key in read if not known.fits(key)]
+        self._foreign = strangers if _FEW * (len(read) - len(strangers)) < len(read) else []
 
     def _is_ignored(self, key: str) -> bool:
         """Return whether a load passes over a key, such as of buffers that earlier versions saved."""
         return is_computed(key) or any(re.search(pattern, key) for pattern in self._known.unexpected)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the finding about keys behind a prefix."""
+        """Yield the finding about keys behind a prefix, or about keys of another class."""
+        if self._foreign and not self.unchecked():
+            is_state = self._load.states_of == "save_state"
+            known, key = self._known, self._foreign[0]
+            segments = key.split(".")
+            ends = (".".join(segments[at:]) for at in range(1, len(segments)))
+            expected = next((end for end in ends if pattern_of(end) in known.keys), "")
+            yield (ForeignWeightsOfState if is_state else ForeignWeights)(
+                path=self._load.path,
+                tensors=len(self._foreign),
+                total=len(self._load.tensors),
+                key=key,
+                expected=expected or (known.embedding or min(known.keys)).replace("*", "0"),
+                model=known.name,
+                version=table_version(),
+            )
         if not self._dead:
             return
         chains = Counter(_prefix(key) for key in self._dead)
@@ -127,6 +153,16 @@ class _Names:
             yield DoubtfulWeights(**facts, reason=reason)
         else:
             yield DeadWeights(**facts)
+
+    def unchecked(self) -> str:
+        """Return in words why keys of another class are not told, "" where they are or where there are none."""
+        config, known = self._load.config, self._known
+        if not self._foreign:
+            return ""
+        # A load renames keys of these, and finds some that are not in the table.
+        if known.is_renamed or "quantization_config" in config or not known.has_parts_of(config):
+            return f"{count_of(len(self._foreign), 'tensor')} that {known.name} may rename, or leave out"
+        return ""
 
 
 def _prefix(key: str) -> tuple[str, ...]:
