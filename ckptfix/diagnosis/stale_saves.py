@@ -10,15 +10,13 @@ schedule, and halves the scale of the gradients, while the Trainer counts it. SG
 rows of an embedding that no batch uses have moments of zeros, and stay unchanged.
 """
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from math import nan
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
@@ -35,20 +33,15 @@ from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.stale import CopiedSave, DoubtfulSave, StaleSave
 from ckptfix.diagnosis.optimizer_kinds import name_of
+from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import moves_of, numbers_of
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.pickle_tree import child, is_dict_like, items_of
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
 from ckptfix.storage.reading import open_reader, store_of
 
 _READ = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
-_CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
-"""dtype of a step -> its code for ``struct``."""
-
-_MOST_STATES = 1000
-_MOST_STEPS = 1 << 53
 _SCALAR = 8
 """Bytes of the longest number: longer storages of an optimizer are moments."""
 
@@ -108,7 +101,7 @@ def _judged(
 ) -> Iterator[StaleSave]:
     """Yield the finding about equal weights or optimizers. ``root``: the folder of the earlier checkpoint."""
     earlier = before.scan(*_READ, root=root)
-    now, then = _progress_of(folder), _progress_of(earlier)
+    now, then = _progress_of(folder, sharded), _progress_of(earlier, scan_dcp_folders(earlier))
     is_sampled = not data and store_of(root) is None
     known = [name for name in now.counters if name in then.counters]
     moved = next((name for name in known if now.counters[name] > then.counters[name]), "")
@@ -170,8 +163,13 @@ class _Progress(NamedTuple):
         return then.scale is None or not self.scale > 1.01 * then.scale * self.backoff**steps
 
 
-def _progress_of(folder: CheckpointFolder) -> _Progress:
-    counters: dict[str, float] = {}
+def _progress_of(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> _Progress:
+    saved = list(saved_optimizers(folder, sharded))
+    counters: dict[str, float] = {
+        f"{_OWN_STEP}{optimizer.path}": step
+        for optimizer in saved
+        if (step := steps_of(folder.root, optimizer))
+    }
     last_rates: list[float] = []
     scale: float | None = None
     backoff = 0.5
@@ -180,12 +178,7 @@ def _progress_of(folder: CheckpointFolder) -> _Progress:
         if not isinstance(content, TorchFile):
             continue
         root = content.tree.root
-        if (
-            component.role is Role.OPTIMIZER
-            and (step := _step_in(folder.root, component.path, content)) is not None
-        ):
-            counters[f"{_OWN_STEP}{component.path}"] = step
-        elif component.role is Role.SCHEDULER:
+        if component.role is Role.SCHEDULER:
             if (moves := moves_of(root)) is not None:
                 counters[f"last_epoch in {component.path}"] = moves
             last_rates += numbers_of(items_of(child(root, "_last_lr")))
@@ -197,7 +190,6 @@ def _progress_of(folder: CheckpointFolder) -> _Progress:
     step_of_trainer = trainer_progress(folder.root).step
     if step_of_trainer is not None:
         counters[_GLOBAL_STEP] = step_of_trainer
-    saved = list(saved_optimizers(folder, ()))
     rates = [rate for optimizer in saved for rate in _rates_of(optimizer)] or last_rates
     return _Progress(
         counters=counters,
@@ -206,29 +198,6 @@ def _progress_of(folder: CheckpointFolder) -> _Progress:
         backoff=backoff,
         is_without_states=all(not optimizer.states and _is_plain_sgd(optimizer) for optimizer in saved),
     )
-
-
-def _step_in(root: Path, path: PurePosixPath, file: TorchFile) -> float | None:
-    """Return the step of the first parameter of an optimizer that has one. torch keeps it in a tensor since 1.12."""
-    tree = file.tree
-    states = child(tree.root, "state") if is_dict_like(tree.root) else None
-    for _, entry in islice(pairs(states), _MOST_STATES):
-        for key, value in pairs(entry) if is_dict_like(entry) else ():
-            if type(key) is not Text or key.value != "step":
-                continue
-            if type(value) is int:
-                return value if 0 <= value < _MOST_STEPS else None
-            tensor = (
-                read_tensor(key, value, storages(tree)) if type(value) is Node and is_tensor(value) else None
-            )
-            code = _CODES.get(tensor.dtype) if tensor is not None else None
-            place = file.storage_ranges.get(tensor.storage_key) if tensor is not None else None
-            if tensor is None or code is None or place is None or tensor.begin is None or tensor.end is None:
-                return None
-            with open_reader(root / path) as reader:
-                data = reader.read(place[0] + tensor.begin, tensor.end - tensor.begin)
-            return float(struct.unpack(code, data)[0]) if len(data) == struct.calcsize(code) else None
-    return None
 
 
 def _rates_of(optimizer: SavedOptimizer) -> Iterator[float]:

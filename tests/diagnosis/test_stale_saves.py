@@ -298,6 +298,25 @@ def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_a_dcp_folder_prove_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Without a schedule nothing else counts in a run of FSDP, and no rate is known: the metadata has no values."""
+    for number, value in ((1, 0.0), (2, 1.0), (3, 1.0)):
+        state = {
+            "step": torch.tensor(8.0 * number, dtype=dtype),
+            "exp_avg": torch.full((16,), number / 10),
+            "exp_avg_sq": torch.full((16,), number / 100),
+        }
+        folder = tmp_path / f"checkpoint_{number}"
+        optimizer = {"state": {"w": state}, "param_groups": [{"lr": 1e-3, "params": ["w"]}]}
+        in_dcp(folder, {"w": torch.full((16,), value)}, optimizer)
+    assert told(tmp_path / "checkpoint_2") == []
+    ((severity, words),) = told(folder)
+    assert severity == "note"
+    assert "step in optimizer_0 went from 16 to 24" in words
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("scale", "expected"), [(2.0**16, "warning"), (2.0**13, "warning"), (2.0**6, "")])
 def test_a_scale_that_fell_less_often_than_steps_were_counted_proves_a_step(
     scale: float, expected: str, tmp_path: Path
