@@ -275,19 +275,6 @@ def _problem_of_model(root: Any) -> StateProblem | None:
         return StateProblem(Content.MODEL, "a dict with a key that is not a string", None)
     if entries and all(_is_plain(value) and not is_tensor(value) for _, value in entries):
         return StateProblem(Content.MODEL, "a dict whose values are not tensors", None)
-    counts = [
-        key.value
-        for key, value in entries
-        if type(key) is Text and key.value in _COUNTS_OF_TRAINING and type(value) in (int, float)
-    ]
-    if counts and any(is_tensor(value) for _, value in entries):
-        names = list_names(counts)
-        return StateProblem(
-            Content.MODEL,
-            f"a state dict with the progress of a training under {names}",
-            None,
-            f"load the file with torch, take {names} out, and torch.save() the rest",
-        )
     for key, value in entries:
         name = key.value.rpartition(".")[2] if type(key) is Text else ""
         if name not in _ALWAYS_TENSORS or is_tensor(value) or (name == "bias" and value is None):
@@ -300,9 +287,6 @@ def _problem_of_model(root: Any) -> StateProblem | None:
 
 _ALWAYS_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 """Names in torch's own modules under which a state dict has a tensor. Hooks save other values under other names."""
-
-_COUNTS_OF_TRAINING = ("epoch", "epochs", "step", "steps", "global_step", "iter", "iteration", "iterations")
-"""Keys of a training dict that scripts put next to the weights; a module that refuses unknown keys does not load it."""
 
 
 def _is_state_dict(node: object) -> bool:

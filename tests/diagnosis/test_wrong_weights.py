@@ -100,14 +100,6 @@ CONTENTS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "weights of a string": (replaced(**{"0_weight": "x"}), "a string under '0.weight'"),
     "weights of a number": (replaced(**{"0_weight": 1.0}), "a number under '0.weight'"),
     "weights of a list": (replaced(**{"0_weight": [1.0]}), "a list under '0.weight'"),
-    "an epoch": (
-        lambda state, root: {**state, "epoch": 3},
-        "a state dict with the progress of a training under 'epoch'",
-    ),
-    "counts": (
-        lambda state, root: {"global_step": 3, "epoch": 1.5, **state},
-        "a state dict with the progress of a training under 'global_step', 'epoch'",
-    ),
     "arrays of numpy": (
         lambda state, root: {key: value.numpy() for key, value in state.items()},
         "a numpy array under '0.weight'",
@@ -292,6 +284,23 @@ class WithExtra(nn.Module):  # type: ignore[misc]
         self.extra = state
 
 
+class WithCounter(nn.Module):  # type: ignore[misc]
+    """Saves the number of its steps next to its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.steps = 7
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {**super().state_dict(*args, **options), "step": self.steps}
+
+    def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
+        self.steps = state["step"]
+        weights = {key: value for key, value in state.items() if key != "step"}
+        return super().load_state_dict(weights, *args, **options)
+
+
 class WithHook(nn.Linear):  # type: ignore[misc]
     """A module that adds a number, a name and a pair to its state dict, as quantized modules do."""
 
@@ -358,6 +367,10 @@ def test_keys_that_only_a_hook_takes_are_listed_as_not_checked(tmp_path: Path) -
     torch.save({**torch.load(root / WEIGHTS), "x": None}, root / WEIGHTS)
     assert refusal(root)
     assert [one for one in check(root).not_checked if one.startswith(words + "'x'")]
+    root = saved_by_accelerate(tmp_path / "counter", WithCounter())
+    assert refusal(root, WithCounter()) == ""
+    assert check(root).all_findings == ()
+    assert [one for one in check(root).not_checked if one.startswith(words + "'step'")]
 
 
 @pytest.mark.parametrize("is_safe", [True, False])
