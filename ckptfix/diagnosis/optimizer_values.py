@@ -47,7 +47,7 @@ _FIRST_STEPS = 10
 """Steps after which moments may be zero: the first gradients of a new layer can be."""
 
 _ENOUGH = 8
-"""Parameters of which the first bytes of all moments are zero by no accident. Textual inversion trains one or two
+"""Parameters of which samples of all moments are zero by no accident. Textual inversion trains one or two
 embeddings, in which only the rows of the words of its prompts have moments.
 """
 
@@ -113,10 +113,16 @@ class _Values:
         number: float = struct.unpack(_FORMATS[tensor.dtype], data)[0]
         return number if 0 <= number < _MOST else 0
 
-    def blocks(self, tensor: Any, most: int = sys.maxsize) -> Iterator[bytes]:
-        """Yield the bytes of a state, ``most`` of them."""
+    def size(self, tensor: Any) -> int:
+        """Return the number of bytes of a state."""
+        return sum(piece.length for piece in self.pieces(tensor))
+
+    def blocks(self, tensor: Any, most: int = sys.maxsize, start: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of a state, ``most`` of them from ``start``."""
         for path, offset, length in self.pieces(tensor):
-            for begin in range(0, length, _BLOCK):
+            skipped = min(start, length)
+            start -= skipped
+            for begin in range(skipped, length, _BLOCK):
                 block = bytearray(min(length - begin, _BLOCK, most))
                 self._files.fill(memoryview(block), self._root / path, offset + begin)
                 yield bytes(block)
@@ -197,13 +203,16 @@ def _judge_zeros(saved: SavedOptimizer, values: _Values, report: ValuesReport, *
     steps = int(values.steps()) if moments and are_known else 0
     if steps <= _FIRST_STEPS:
         return
-    is_sampled = len(read) < len(moments) or any(
-        sum(piece.length for piece in values.pieces(tensor)) > SAMPLE for tensor in read
-    )
-    is_sampled = is_sampled and not data
+    long = [(tensor, size) for tensor in read if (size := values.size(tensor)) > SAMPLE]
+    # The first rows of embeddings are often of words that no text uses: their middle and their end are read, too.
+    for tensor, size in () if data else long:
+        for start in ((size - SAMPLE) // 2, size - SAMPLE):
+            if any(block.strip(b"\0") for block in values.blocks(tensor, SAMPLE, start)):
+                return
+    is_sampled = not data and (bool(long) or len(read) < len(moments))
     if is_sampled and len(saved.tensors) < _ENOUGH:
         report.unchecked.append(
-            f"{saved.path}: whether all its moments are zero, as the first {human_size(SAMPLE)} of each are; ckptfix "
+            f"{saved.path}: whether all its moments are zero, as samples of {human_size(SAMPLE)} are; ckptfix "
             "check --data reads the rest"
         )
         return

@@ -556,7 +556,7 @@ class LostMoments(EmptyOptimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroMoments(MissingMoments):
-    """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: their first bytes were read."""
+    """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: samples of them were read."""
 
     severity = Severity.WARNING
 
@@ -569,7 +569,7 @@ class ZeroMoments(MissingMoments):
         return Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
-        read = " in its first bytes" if self.sampled else ""
+        read = " in all samples" if self.sampled else ""
         return (
             f"{self.place}: every moment of {count_of(self.parameters, 'parameter')} is zero{read}, after "
             f"{count_of(self.steps, 'step')}"
