@@ -189,6 +189,15 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
         partial(peft.LoHaConfig, r=2, target_modules=["plain"], use_effective_conv2d=True),
     ),
     "LoKr": (llama, partial(peft.LoKrConfig, r=1, target_modules=TWO, decompose_both=True)),
+    "LoKr of whole matrices": (llama, partial(peft.LoKrConfig, r=4, target_modules=TWO)),
+    "biases of convolutions": (
+        convolutions,
+        partial(peft.LoraConfig, r=4, target_modules=["plain", "groups", "attention"], lora_bias=True),
+    ),
+    "DoRA of convolutions": (
+        convolutions,
+        partial(peft.LoraConfig, r=4, target_modules=["plain"], use_dora=True),
+    ),
     "IA3": (
         llama,
         partial(peft.IA3Config, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -221,6 +230,31 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
         ),
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "expected"),
+    [
+        ("DoRA", "lora_magnitude_vector", "8 of 12"),
+        ("DoRA", "0.self_attn.q_proj.lora_magnitude_vector", "11 of 12"),
+        ("embeddings", "embed_tokens.lora_magnitude_vector", "9 of 10"),
+        ("biases", "lora_B.bias", "8 of 12"),
+        ("biases", "0.self_attn.q_proj.lora_B.bias", "11 of 12"),
+        ("LoKr", "lokr_w1", "8 of 12"),
+        ("LoKr", "lokr_w2", "4 of 12"),
+        ("LoKr", "lokr_w2_b", "8 of 12"),
+        ("LoKr of whole matrices", "lokr_w2", "4 of 8"),
+        ("LoHa", "hada_w2", "8 of 16"),
+        ("AdaLoRA", "lora_E", "8 of 12"),
+        ("VeRA", "vera_lambda_d", "6 of 10"),
+    ],
+)
+def test_a_part_of_each_module_is_gone(name: str, part: str, expected: str, tmp_path: Path) -> None:
+    base, config = HEALTHY[name]
+    tensors = saved(tmp_path, config(), base)
+    write(tmp_path, without(part)(tensors))
+    assert live(tmp_path, tensors, base) == expected
+    assert verdict(tmp_path) == [INCOMPLETE]
 
 
 @pytest.mark.parametrize("name", HEALTHY)

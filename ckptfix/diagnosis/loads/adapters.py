@@ -53,14 +53,20 @@ _MARKS = {
 }  # fmt: skip
 """Type of an adapter -> the beginning of the names of its parameters."""
 
-_PARTS = {
-    "LORA": (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")),
-    "ADALORA": (("lora_A", "lora_B", "lora_E"),),
-    "LOHA": (("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),),
-    "LOKR": (("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b")),
-    "VERA": (("vera_lambda_b", "vera_lambda_d"),),
+_PARTS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
+    "LORA": ((("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")),),
+    "ADALORA": ((("lora_A", "lora_B", "lora_E"),),),
+    "LOHA": ((("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),),),
+    "LOKR": (
+        (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b")),
+        (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b")),
+    ),
+    "VERA": ((("vera_lambda_b", "vera_lambda_d"),),),
 }
-"""Type of an adapter -> parameters of which a module has all or none."""
+"""Type of an adapter -> what each module has: of each group all parameters of one alternative."""
+
+_PARTS_BY_SETTING = {"use_dora": (("lora_magnitude_vector",),), "lora_bias": (("lora_B.bias",),)}
+"""Setting of a LoRA -> a further group. PEFT has both in every module, and no biases in embeddings."""
 
 _RANKS = {
     "LORA": {"lora_A": 0, "lora_embedding_A": 0, "lora_B": 1, "lora_embedding_B": 1},
@@ -259,8 +265,9 @@ def _parameter(key: str, expected: str, shape: tuple[int, ...], kind: str) -> _P
     """Return the parameter of an adapter that a key is of, None for other tensors, such as of ``modules_to_save``."""
     path = expected.split(".")
     for at in range(len(path) - 1, max(len(path) - 3, 0), -1):
-        if path[at].startswith(_MARKS.get(kind, " ")) and path[at + 1 :] in ([], ["weight"]):
-            return _Parameter(key, ".".join(path[:at]).removeprefix(dotted(BASE)), path[at], shape)
+        if path[at].startswith(_MARKS.get(kind, " ")) and path[at + 1 :] in ([], ["weight"], ["bias"]):
+            name = ".".join(path[at:]).removesuffix(".weight")
+            return _Parameter(key, ".".join(path[:at]).removeprefix(dotted(BASE)), name, shape)
     return None
 
 
@@ -318,23 +325,32 @@ def _lone_parts(
     finding: type[IncompleteAdapter] = IncompleteAdapter,
 ) -> Iterator[IncompleteAdapter]:
     """Yield the findings about modules with a part of the parameters that they should have."""
+    groups = _PARTS.get(kind, ())
+    if kind == "LORA":
+        groups += tuple(group for setting, group in _PARTS_BY_SETTING.items() if load.config.get(setting))
+    known = {name for group in groups for alternative in group for name in alternative}
     modules: dict[str, set[str]] = {}
     for parameter in parameters:
-        modules.setdefault(parameter.module, set()).add(parameter.name)
-    for parts in _PARTS.get(kind, ()):
+        if parameter.name in known:
+            modules.setdefault(parameter.module, set()).add(parameter.name)
+    for group in groups:
         lone = {
             name: having
             for name, having in modules.items()
-            if 0 < len(having.intersection(parts)) < len(parts)
+            if not any(having.issuperset(alternative) for alternative in group)
         }
         if lone:
             name, having = next(iter(lone.items()))
-            absent = [part for part in parts if part not in having]
+            partly = [alternative for alternative in group if not having.isdisjoint(alternative)]
+            absent = " or ".join(
+                series([part for part in alternative if part not in having])
+                for alternative in partly or group
+            )
+            expected = f" (expected {series(partly[0])})" if partly else ""
             yield finding(
                 path=load.path,
-                lacks=f"{count_of(len(lone), 'module')} without {series(absent)}, such as {name} (expected "
-                f"{series(parts)})",
-                effect=f"PEFT makes {series(absent)} anew, so that the training of these modules is lost",
+                lacks=f"{count_of(len(lone), 'module')} without {absent}, such as {name}{expected}",
+                effect=f"PEFT makes {absent} anew, so that the training of these modules is lost",
                 remedy=_AGAIN,
             )
 
