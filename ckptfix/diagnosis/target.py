@@ -93,7 +93,13 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
     names = f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
     next_step = f"to look into them: {command('check', folder.root, '', '--recursive')}"
     if verb != "check":
-        next_step = commands_for(_intact_names(folder.root), verb, after) or next_step
+        checkpoints = [*_intact_names(folder.root)]
+        if folder.root in checkpoints:
+            # A pipeline or a download that lacks a part: the command for it is the one that was typed.
+            raise UsageError(
+                f"{folder.root} holds no file of a checkpoint; to see what it lacks: {command('check', folder.root)}"
+            )
+        next_step = commands_for(checkpoints, verb, after) or next_step
     raise UsageError(
         f"{folder.root} holds no file of a checkpoint, but {names}: name one of them; {next_step}"
     )

@@ -18,10 +18,10 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.checkpoint.model_configs import is_pretrained
+from ckptfix.checkpoint.model_configs import CONFIG, is_pretrained, library_of
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import LostPrefix, NestedPrefix, UndecidedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
 
 STATE_DICT = "state dict"
@@ -97,13 +97,17 @@ def diagnose_names(
                     )
                     findings.append(finding)
                 elif scope.kind == STATE_DICT and (chain or inner_wrappers(scope.names)):
+                    is_pretrained = component.name.is_of_library and _is_export(evidence.folder)
+                    of_diffusers = (
+                        is_pretrained and chain and library_of(evidence.folder.root / CONFIG) == "diffusers"
+                    )
                     findings.append(
-                        WrapperPrefix(
+                        (LostPrefix if of_diffusers else WrapperPrefix)(
                             path=component.path,
                             scope=str(scope),
                             chain=chain,
                             names=len(scope.names),
-                            is_pretrained=component.name.is_of_library and _is_export(evidence.folder),
+                            is_pretrained=is_pretrained,
                         )
                     )
     return findings

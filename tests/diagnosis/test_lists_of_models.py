@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertConfig, BertModel
 
 from ckptfix import check
@@ -60,6 +60,38 @@ def test_a_pipeline_that_cannot_be_loaded(
     for arguments in (("check", folder), ("check", "-r", tmp_path)):
         status, out, _ = said(*arguments)
         assert (status, words in out) == (1, True)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_a_model_of_diffusers_behind_a_wrapper(made: Path, tmp_path: Path, said: Said, prefix: str) -> None:
+    """It was a note: status 0."""
+    folder = Path(shutil.copytree(made / "lone" / "unet", tmp_path / "unet"))
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    save_file({prefix + key: each for key, each in tensors.items()}, weights, metadata={"format": "pt"})
+
+    def is_loaded() -> bool:
+        state = diffusers.UNet2DModel.from_pretrained(folder, low_cpu_mem_usage=False).state_dict()
+        return all(torch.equal(state[key], each) for key, each in tensors.items())
+
+    assert not is_loaded()
+    pairs = [(finding.code, finding.severity.value) for finding in check(folder).findings]
+    assert pairs == [("wrapper-prefix", "warning")]
+    assert said("repair", "--keys", "bare", folder)[0] == 0
+    assert (check(folder).findings, is_loaded()) == ((), True)
+
+
+def test_a_repair_of_a_pipeline_without_a_model_names_the_check(
+    made: Path, tmp_path: Path, said: Said
+) -> None:
+    """It named the command that was typed."""
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    without("unet/diffusion_pytorch_model.safetensors")(folder)
+    status, _, told = said("repair", folder)
+    assert (status, told) == (
+        2,
+        f"ckptfix: {folder} holds no file of a checkpoint; to see what it lacks: ckptfix check {folder}\n",
+    )
 
 
 def test_a_broken_list_without_weights_is_no_checkpoint(made: Path, tmp_path: Path, said: Said) -> None:

@@ -214,7 +214,10 @@ class WrapperPrefix(Finding):
     severity = Severity.NOTE
     action = Action.ASK
     option = "--keys bare"
-    meaning = "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same way loads it"
+    meaning = (
+        "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same way loads it. A "
+        "warning for a model of diffusers, whose `from_pretrained` finds no such key"
+    )
 
     scope: str
     chain: tuple[str, ...]
@@ -240,6 +243,14 @@ class WrapperPrefix(Finding):
                 "ckptfix repair DIR --keys bare. If the model has modules of these names itself, ignore this"
             )
         return "right for a script that wraps its model the same way; for a bare model: ckptfix repair DIR --keys bare"
+
+
+class LostPrefix(WrapperPrefix):
+    """The same before every key of a model of diffusers: none of its classes has a module of these names."""
+
+    __slots__ = ()
+
+    severity = Severity.WARNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
