@@ -62,7 +62,7 @@ from ckptfix.diagnosis.findings.sharded import (
 from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
-from ckptfix.diagnosis.optimizer_values import diagnose_optimizer_values, steps_of
+from ckptfix.diagnosis.optimizer_values import diagnose_optimizer_values, trained_steps
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import (
     diagnose_empty_schedulers,
@@ -310,7 +310,7 @@ def diagnose(
 
         def count_steps() -> int:
             of_run = trainer if folder.only is None else trainer_progress(folder.root)
-            return max((of_run.step or 0, *(steps_of(folder.root, saved) for saved in optimizers)))
+            return trained_steps(folder.root, of_run.step, optimizers)
 
         loads = [*loads_of(folder, groups, libraries=JUDGED, data=data, count_steps=count_steps)]
         of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])

@@ -80,11 +80,28 @@ def diagnose_optimizer_values(
     return report
 
 
+_RATES = ("lr", "initial_lr", "max_lr")
+"""Options with a learning rate: now, at the beginning, and the highest one of a cycle."""
+
+
 def steps_of(root: Path, saved: SavedOptimizer) -> int:
     """Return the steps that an optimizer made, 0 where it does not count them or they cannot be read."""
     with OpenFiles() as files, suppress(CkptfixError, OSError):
         return int(_Values(root, files, saved).steps())
     return 0
+
+
+def trained_steps(root: Path, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:
+    """Return the steps that may have changed weights: none where every learning rate of the run was 0.
+
+    ``step``: of the Trainer. A schedule that ended at 0 began elsewhere, as ``initial_lr`` or ``max_lr`` show.
+    """
+    groups = [values for saved in optimizers for values in saved.values]
+    if groups and all(
+        "lr" in values and all(values.get(rate, 0) == 0 for rate in _RATES) for values in groups
+    ):
+        return 0
+    return max((step or 0, *(steps_of(root, saved) for saved in optimizers)))
 
 
 class _Values:

@@ -413,6 +413,26 @@ def test_every_lora_b_is_zero(steps: int | None, severity: str, tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize(("rate", "severity"), [(0.0, "note"), (1e-3, "warning")])
+def test_every_lora_b_is_zero_after_steps_at_a_rate_of_zero(
+    rate: float, severity: str, tmp_path: Path
+) -> None:
+    """A run whose learning rate was 0 trained nothing. A schedule that ends at 0 began elsewhere."""
+    zeroed(tmp_path, 30)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], lr=rate)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 30)
+    for _ in range(30):
+        weight.sum().backward()
+        optimizer.step()
+        decay.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert [pair for pair in verdict(tmp_path) if pair[0] == "untrained-adapter"] == [
+        ("untrained-adapter", severity)
+    ]
+
+
 def test_one_lora_b_is_not_zero(tmp_path: Path) -> None:
     tensors = lora(tmp_path)
     last = [key for key in tensors if "lora_B" in key][-1]
