@@ -327,12 +327,17 @@ def test_a_check_that_takes_long_stops(
 ) -> None:
     model = adapted()
     model.save_pretrained(str(tmp_path / "first"))
+    usual = getattr(checked_saves, limit)
     monkeypatch.setattr(checked_saves, limit, 0)
-    for name in ("a", "b"):
-        model.save_pretrained(str(tmp_path / name), state_dict={})
+    model.save_pretrained(str(tmp_path / "a"), state_dict={})
+    # Each later one would take as long.
+    monkeypatch.setattr(checked_saves, limit, usual)
+    model.save_pretrained(str(tmp_path / "b"), state_dict={})
     (message,) = warnings(caplog)
     assert words in message
     assert message.endswith(f"next: ckptfix check {tmp_path / 'a'}")
+    adapted().save_pretrained(str(tmp_path / "of another model"), state_dict={})
+    assert warnings(caplog)[-1].endswith("ckptfix explain incomplete-adapter")
 
 
 def stale(run: Run) -> None:

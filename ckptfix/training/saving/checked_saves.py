@@ -9,6 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from time import perf_counter
@@ -75,6 +76,10 @@ _last: "weakref.WeakKeyDictionary[Any, _Last]" = weakref.WeakKeyDictionary()
 """An Accelerator, a Trainer or a model, which saves itself again and again -> its last save."""
 
 
+_too_long: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Those of them whose check reached a limit: each later one would cost as much."""
+
+
 class _Trained(NamedTuple):
     """A parameter that an optimizer trains. ``name``: in its model. ``rate``: the learning rate."""
 
@@ -137,6 +142,7 @@ def forget() -> None:
     """Forget what was said and saved, as in a new process."""
     _said.clear()
     _last.clear()
+    _too_long.clear()
 
 
 def check_save(
@@ -157,11 +163,14 @@ def check_save(
     all. ``repeats``: the saves after one of equal weights that show a fault.
     """
     try:
-        if not checks_saves(settings.check_saves):
+        if not checks_saves(settings.check_saves) or subject in _too_long:
             return
         _check(folder, name, subject, list(models), step, below, repeats)
     except _LimitReached as limit:
-        _say("limit", f"{name}: not checked after the save: {limit}; next: {_command('check', name)}")
+        with suppress(TypeError):  # no weak reference to it
+            _too_long.add(subject)
+        what = f"not checked after the save, nor are later ones: {limit}"
+        _say("limit", f"{name}: {what}; next: {_command('check', name)}")
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         _say("failed", f"{name}: not checked after the save: {what}; next: {_command('check', name)}")
