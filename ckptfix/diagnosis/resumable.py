@@ -106,6 +106,16 @@ def choose(
     )
 
 
+def of_two_runs(folder: Path, choice: Choice) -> str:
+    """Return the message about a choice with a ``proof``."""
+    higher, lower = choice.rivals
+    calls = [f"trainer.train(resume_from_checkpoint={str(rival.path)!r})" for rival in (lower, higher)]
+    return (
+        f"{folder}: {lower.path.name} and {higher.path.name} are of two runs ({choice.proof}), so the higher number "
+        f"need not be the newer one; next: {calls[0]} or {calls[1]}"
+    )
+
+
 def mixed(checkpoint: Path) -> str | None:
     """Return the message about a folder whose last save or repair was interrupted between its files, None for others.
 

@@ -72,6 +72,23 @@ def test_the_newest_complete_one_is_taken(run: Any, name: str, cut: bool) -> Non
     assert losses(trainer) == expected
 
 
+def test_the_highest_number_of_an_older_run_is_not_taken(run: Any) -> None:
+    folder, _ = run
+    with pytest.warns(UserWarning, match="holds checkpoint-8, of another run"):
+        build(folder, [], max_steps=4, learning_rate=1e-2, save_total_limit=None).train()
+    said = r"checkpoint-4 and checkpoint-8 are of two runs .*next: trainer.train\(resume_from_checkpoint='"
+    with pytest.raises(UsageError, match=said):
+        transformers.trainer.get_last_checkpoint(folder)
+    with pytest.raises(UsageError, match=said):
+        build(folder, []).train(resume_from_checkpoint=True)
+    resumed = build(folder, [], max_steps=5, learning_rate=1e-2, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert len(losses(resumed)) == 5
+    for number in (2, 4):
+        os.utime(folder / f"checkpoint-{number}/trainer_state.json", (1e9, 1e9))
+    assert transformers.trainer.get_last_checkpoint(folder) == str(folder / "checkpoint-8")
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_an_incomplete_path_is_refused(run: Any, name: str) -> None:
     folder, _ = run

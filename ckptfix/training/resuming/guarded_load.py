@@ -19,7 +19,7 @@ from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.latest import checkpoints_folder, numbered
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
-from ckptfix.diagnosis.resumable import choose, mixed
+from ckptfix.diagnosis.resumable import choose, mixed, of_two_runs
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.doors import opened
 from ckptfix.storage.paths import JOURNAL, command
@@ -241,14 +241,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
         raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
     best = choice.best
     if choice.proof:
-        higher, lower = choice.rivals
-        calls = [f"trainer.train(resume_from_checkpoint={str(one.path)!r})" for one in (lower, higher)]
-        raise UsageError(
-            shown(
-                f"{folder}: {lower.path.name} and {higher.path.name} are of two runs ({choice.proof}), so the higher "
-                f"number need not be the newer one; next: {calls[0]} or {calls[1]}"
-            )
-        )
+        raise UsageError(shown(of_two_runs(folder, choice)))
     if best is None:
         names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(

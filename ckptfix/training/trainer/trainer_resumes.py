@@ -33,8 +33,8 @@ from ckptfix.checkpoint.trainer_folders import (
 )
 from ckptfix.devices.callers import warn_caller
 from ckptfix.diagnosis.check import resume_problem
-from ckptfix.diagnosis.resumable import examine, mixed, newest_complete
-from ckptfix.errors import UsageError
+from ckptfix.diagnosis.resumable import choose, examine, mixed, newest_complete, of_two_runs
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.paths import command, described
 from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
@@ -42,6 +42,7 @@ from ckptfix.training.ranks import Ranks, cannot_agree
 from ckptfix.training.resuming import positions, run_state
 from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.running import as_given
+from ckptfix.wording import shown
 
 VARIABLE = "CKPTFIX_MISSING_STATES"
 
@@ -78,7 +79,8 @@ def require_states(requirement: Requirement | str | LoadPolicy | None) -> None:
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the newest complete checkpoint of the Trainer in a folder, None where there is no checkpoint at all.
 
-    Warns of every newer one that is passed over. Raises UsageError when none is complete, OSError.
+    Warns of every newer one that is passed over. Raises UsageError when none is complete, or the highest number and
+    others are of two runs, OSError.
     """
     found = _candidates(Path(folder))
     if not found:
@@ -100,7 +102,8 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
     # Every process looks at its own disk, and all hear what the others found.
     own = _found(folder, given)
     wanted = "none" if given is None else "the newest" if given is True else Path(given).name
-    views = Ranks(accelerator).gather((wanted, own))
+    ranks = Ranks(accelerator)
+    views = ranks.gather((wanted, own))
     if len({name for name, _ in views}) > 1:
         said = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(views))
         raise UsageError(
@@ -111,8 +114,17 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
         return method(resume_from_checkpoint, *args, **kwargs)
     together = [_together(one, [view for _, view in views]) for one in own]
     if given is True:
-        best = _newest(folder, together)
-        given = os.path.join(trainer.args.output_dir, best.path.name)
+        error: Exception | None = None
+        try:
+            best = _newest(folder, together)
+            given = os.path.join(trainer.args.output_dir, best.path.name)
+        except (CkptfixError, OSError) as raised:
+            error = raised
+        # What proves two runs may lie on the disk of one node. Without any checkpoint on a disk all others fail.
+        if all(view for _, view in views):
+            ranks.agree(error, "the choice of a checkpoint")
+        elif error is not None:
+            raise error
     elif (problem := together[0].problem) is not None:
         raise UsageError(
             f"{together[0].path} is not resumed from: {problem}; next: {_instead(together[0].path)}"
@@ -272,7 +284,15 @@ def _together(own: Candidate, views: Sequence[Sequence[Candidate]]) -> Candidate
 
 
 def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
-    best = newest_complete(found)
+    known = {candidate.path.name: candidate for candidate in found}
+
+    def look(path: Path, number: int) -> Candidate:
+        return known.get(path.name) or Candidate(path=path, number=number, problem="it was saved meanwhile")
+
+    choice = choose(folder, (TRAINER,), look)
+    if choice is not None and choice.proof:
+        raise UsageError(shown(of_two_runs(folder, choice)))
+    best = choice.best if choice is not None else None
     if best is None:
         said = "; ".join(f"{one.path.name}: {one.problem}" for one in found)
         raise UsageError(
