@@ -155,6 +155,24 @@ def test_a_class_for_the_type_of_another_config(tmp_path: Path) -> None:
     assert (outcome.loads, outcome.status, outcome.unknown) == ("Sam3TrackerModel", 0, ())
 
 
+def test_numbers_of_four_and_eight_bits(tmp_path: Path) -> None:
+    subject = of_transformers("llama", llama())
+    subject.save(tmp_path)
+    scales = {
+        "scale": torch.ones(4, 4).to(torch.float8_e8m0fnu),
+        "pairs": torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), **scales}, path, {"format": "pt"})
+    outcome = ask(asked(load_of(tmp_path)))
+    assert (outcome.status, outcome.unchecked, outcome.unexpected) == (0, "", ("pairs", "scale"))
+    assert subject.real(tmp_path).unexpected == {"pairs", "scale"}
+    # A parameter of the model, in its shape.
+    pairs = torch.zeros(llama().lm_head.weight.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    save_file({**load_file(path), "lm_head.weight": pairs}, path, {"format": "pt"})
+    assert ask(asked(load_of(tmp_path))).mismatched == ()
+
+
 def of_base(tmp_path: Path, base: object, **changes: Any) -> LoadOutcome:
     of_peft("LoRA").save(tmp_path / "model")
     path = tmp_path / "model" / "adapter_config.json"

@@ -35,6 +35,8 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "C128": torch.complex128, "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    # torch 2.7 and 2.8
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None), "F4": getattr(torch, "float4_e2m1fn_x2", None),
 }  # fmt: skip
 
 _OF_META = re.compile(r"\bmeta\b|data-dependent|FakeTensor", re.IGNORECASE)
@@ -77,9 +79,14 @@ def _imported(library: str) -> Any:
 
 
 def _meta(key: str, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    if dtype not in _DTYPES:
+    its_own = _DTYPES.get(dtype)
+    if its_own is None:
         raise Unchecked(f"torch {torch.__version__} has no dtype {dtype} ({key})")
-    return torch.empty(tuple(shape), dtype=_DTYPES[dtype], device="meta")
+    sizes = list(shape)
+    if dtype == "F4" and sizes:
+        # safetensors counts numbers, and torch pairs of them.
+        sizes[-1] //= 2
+    return torch.empty(sizes, dtype=its_own, device="meta")
 
 
 def _of_transformers(
