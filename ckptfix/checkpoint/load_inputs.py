@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import STEMS_OF_LIBRARIES, TRAINER_STATE
+from ckptfix.checkpoint.filenames import STEMS_OF_LIBRARIES, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.loading_order import SAFE
+from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.reading import open_reader
@@ -62,6 +62,16 @@ class Load(NamedTuple):
     def config(self) -> Config:
         """The config that the library reads first; empty where it could not be read."""
         return self.configs.get(CONFIG_OF_LIBRARY[self.library], {})
+
+    @property
+    def turn(self) -> int:
+        """The place of this family in the order in which the library looks for one: it loads the first that exists."""
+        name = parse_file_name(self.path.name) if not self.index_fault.endswith("is missing") else None
+        kind = kind_of(name) if name is not None else None
+        if name is None or name.model is None or kind is None:
+            return sys.maxsize
+        order = loaders_of(name.model, 0).get({"peft": "PEFT"}.get(self.library, self.library), ())
+        return order.index(kind) if kind in order else sys.maxsize
 
 
 def _library_of(config: Config) -> str:

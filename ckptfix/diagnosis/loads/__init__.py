@@ -6,7 +6,6 @@ Only what a config or the keys record is judged. Everything else is listed as no
 from collections.abc import Iterable
 
 from ckptfix.checkpoint.load_inputs import Load
-from ckptfix.checkpoint.loading_order import SAFE
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
@@ -36,7 +35,7 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
         from ckptfix.diagnosis.loads.ties import judge_ties
 
         # Of two families transformers takes one.
-        load = min(of_models, key=_turn)
+        load = min(of_models, key=lambda load: load.turn)
         verdicts += (judge_pretrained(load), judge_ties(load), judge_quantized(load))
     return LoadVerdict(
         findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
@@ -44,9 +43,3 @@ def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
         explained=frozenset().union(*(verdict.explained for verdict in verdicts)),
         compared=frozenset().union(*(verdict.compared for verdict in verdicts)),
     )
-
-
-def _turn(load: Load) -> int:
-    """Return when transformers looks for the file or the index of a load: the first that exists is loaded."""
-    name = load.path.name
-    return 2 * (SAFE not in name) + name.endswith(".index.json")

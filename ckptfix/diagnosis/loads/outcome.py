@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
-from ckptfix.checkpoint.loading_order import kind_of, loaders_of
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.load_faults import IncompleteAdapter, MismatchedAdapter, UnusedKeys
 from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
@@ -185,7 +183,7 @@ class Loaders:
         taken: dict[str, Load] = {}
         for load in loads_of(folder, groups):
             first = taken.setdefault(load.library, load)
-            if _turn(load) < _turn(first):
+            if load.turn < first.turn:
                 taken[load.library] = load
         outcomes = []
         for load in taken.values():
@@ -257,14 +255,3 @@ def _is_about(finding: Finding, load: Load) -> bool:
     """Return whether a finding about headers is one that the load by the library itself judges."""
     is_of_load = finding.path in (load.path, *load.files)
     return is_of_load and isinstance(finding, _TOLD_BY_A_LOAD) and finding.severity is not Severity.NOTE
-
-
-def _turn(load: Load) -> int:
-    """Return the place of a family in the order in which its library looks for one."""
-    name = parse_file_name(load.path.name) if not load.index_fault.endswith("is missing") else None
-    kind = kind_of(name) if name is not None else None
-    if name is None or name.model is None or kind is None:
-        return sys.maxsize
-    loader = {"peft": "PEFT"}.get(load.library, load.library)
-    order = loaders_of(name.model, 0).get(loader, ())
-    return order.index(kind) if kind in order else sys.maxsize
