@@ -307,6 +307,14 @@ def test_files_without_a_key_of_their_class(name: str, tmp_path: Path) -> None:
     assert told(tmp_path) == [("dead-weights", "note")]
 
 
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlavaForConditionalGeneration", "CLIPTextModel"])
+def test_a_wrapper_around_a_class_whose_keys_a_load_renames(name: str, tmp_path: Path) -> None:
+    write(tmp_path, {f"net.{key}": each for key, each in saved(tmp_path, name).items()})
+    random, _, unused = load(tmp_path).partition(" random, ")
+    assert unused == f"{random} unused"
+    assert told(tmp_path) == [("dead-weights", "error")]
+
+
 def test_keys_that_a_load_renames_are_not_told(tmp_path: Path) -> None:
     """Before transformers 5 the files of CLIPTextModel had ``text_model.`` before every key."""
     tensors = saved(tmp_path, "CLIPTextModel")

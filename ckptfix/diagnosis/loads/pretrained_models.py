@@ -41,6 +41,15 @@ _FEW = 20
 """One key of so many may be of a class by accident, such as a head next to a wrapped model. Of 4-bit weights of
 bitsandbytes one of six is."""
 
+_REMOVED_BY_LOADS = frozenset(
+    (
+        "backbone", "decoder", "detector_model", "encoder", "language_model", "model", "new", "norm", "radio_model",
+        "segmentation_head", "text_encoder", "text_model", "thinker", "tracker_model", "transformer", "ultrabert",
+        "vision_encoder", "vision_model", "vlm",
+    )
+)  # fmt: skip
+"""First segments that conversions of transformers 5.23 take off the keys of some class, or replace."""
+
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
 
@@ -157,12 +166,19 @@ class _Names:
     def unchecked(self) -> str:
         """Return in words why keys of another class are not told, "" where they are or where there are none."""
         config, known = self._load.config, self._known
-        if not self._foreign:
+        if not self._foreign or self._is_wrapped():
             return ""
         # A load renames keys of these, and finds some that are not in the table.
         if known.is_renamed or "quantization_config" in config or not known.has_parts_of(config):
             return f"{count_of(len(self._foreign), 'tensor')} that {known.name} may rename, or leave out"
         return ""
+
+    def _is_wrapped(self) -> bool:
+        """Return whether one segment, which no load removes, is before the keys of the class."""
+        first = {key.partition(".")[0] for key in self._foreign}
+        fitting = sum(self._known.fits(key.partition(".")[2]) for key in self._foreign)
+        is_foreign = len(first) == 1 and first.isdisjoint(_REMOVED_BY_LOADS)
+        return is_foreign and _FEW * (len(self._foreign) - fitting) < len(self._foreign)
 
 
 def _prefix(key: str) -> tuple[str, ...]:
