@@ -266,6 +266,17 @@ def test_a_base_without_an_embedding_of_tokens(name: str, tmp_path: Path) -> Non
     assert ask(asked(load_of(tmp_path / "model"))).status == 1
 
 
+def test_a_head_that_the_script_puts_on_a_base_without_one(tmp_path: Path) -> None:
+    """As in PEFT's example of image classification: its config has no task, and the class in ``auto_mapping``."""
+    transformers.ViTModel(transformers.ViTConfig(**IMAGES)).save_pretrained(tmp_path / "base")
+    model = transformers.ViTForImageClassification.from_pretrained(tmp_path / "base", num_labels=5)
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["classifier"])
+    peft.get_peft_model(model, settings).save_pretrained(str(tmp_path / "model"))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.live, outcome.loads) == (0, 4, "ViTForImageClassification"), outcome
+    assert "num_labels=5" in outcome.unknown[0]
+
+
 SETTINGS_LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "biases": ({"lora_bias": True}, {"lora_bias": False}),
     "rows of tokens": ({"trainable_token_indices": [3]}, {"trainable_token_indices": None}),

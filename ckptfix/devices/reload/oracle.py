@@ -271,7 +271,8 @@ def _bases(
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Yield the base of an adapter without bytes, and what is assumed of it: a script may load it as either class.
 
-    First the class for the task of the adapter, then the one that the base's own config names.
+    First the class for the task of the adapter, or the one that PEFT noted without a task, then the one that the
+    base's own config names.
     """
     import transformers
 
@@ -287,8 +288,11 @@ def _bases(
             settings = transformers.AutoConfig.from_pretrained(home, local_files_only=True)
             build = auto._target_class.from_config
             yield _base(partial(build, trust_remote_code=False), settings, task, tensors)
-    cls = _class_of_transformers(transformers, given)
-    yield _base(cls._from_config, _config_of(cls, Path(home)), task, tensors)
+    mapping = config.get("auto_mapping")
+    noted = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    for names in (*([[noted]] if noted else ()), given.get("architectures")):
+        cls = _class_of_transformers(transformers, {**given, "architectures": names})
+        yield _base(cls._from_config, _config_of(cls, Path(home)), task, tensors)
 
 
 def _base(
@@ -301,7 +305,7 @@ def _base(
     labels = {
         tensor.shape[0] for key, tensor in tensors.items() if key.endswith(_HEADS) and tensor.dim() == 2
     }
-    if task in ("SEQ_CLS", "TOKEN_CLS") and len(labels) == 1 and settings.num_labels not in labels:
+    if len(labels) == 1 and settings.num_labels not in labels:
         (settings.num_labels,) = labels
         unknown.append(
             f"whether the script loads the base with num_labels={settings.num_labels}, as the adapter has"

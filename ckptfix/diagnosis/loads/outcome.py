@@ -104,7 +104,7 @@ class LoadOutcome(NamedTuple):
             return "load not checked"
         if self.refused or self.mismatched:
             return f"{self.library} fails to load it"
-        if self.dead or self.live == 0:
+        if self.dead or (self.tensors and self.live == 0):
             return f"{count_of(self.tensors - (self.live or 0), 'tensor')} of the adapter unused after a load"
         return f"{count_of(len(self.missing), 'tensor')} random after a load" if self.missing else ""
 
