@@ -80,6 +80,9 @@ def diagnose_optimizer_values(
     return report
 
 
+FEW_STEPS = 20
+"""Steps after which zeros may be untrained: a warm-up begins at a rate of 0, and fp16 skips about 16 steps."""
+
 _RATES = ("lr", "initial_lr", "max_lr")
 """Options with a learning rate: now, at the beginning, and the highest one of a cycle."""
 

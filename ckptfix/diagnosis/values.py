@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component, scan_folder
 from ckptfix.checkpoint.keys import is_flat_name
@@ -188,6 +189,16 @@ def has_stepped(root: Path) -> bool:
     return any(_has_moments(one) for one in found.components)
 
 
+def has_trained(root: Path) -> bool:
+    """Return whether a LoRA in a folder must have other values than zeros, as ``check`` asks of an adapter."""
+    from ckptfix.diagnosis.optimizer_values import FEW_STEPS, trained_steps
+    from ckptfix.diagnosis.saved_optimizers import saved_optimizers
+
+    folder = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
+    optimizers = tuple(saved_optimizers(folder, scan_dcp_folders(folder)))
+    return trained_steps(root, trainer_progress(root).step, optimizers) > FEW_STEPS
+
+
 def _has_moments(component: Component) -> bool:
     """Return whether the file of an optimizer holds more than the options that it was made with, or cannot be read."""
     if not isinstance(component.content, TorchFile):
@@ -199,17 +210,20 @@ def judge_values(
     label: str,
     tensors: Sequence[tuple[StoredTensor, Hashed]],
     stepped: Callable[[], bool] = bool,
+    trained: Callable[[], bool] = bool,
 ) -> Iterator[ValueFinding]:
     """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few bytes more.
 
-    ``stepped`` says whether the weights are those of a trained model; it is asked for only where some are zero.
+    ``stepped`` says whether the weights are those of a trained model, ``trained`` whether a LoRA is; they are asked for
+    only where some are zero.
     """
     untrained = _untrained(tensors)
     lone = _zero_alone(tensors)
     stepped = cache(stepped)
     if untrained:
         text = f"the LoRA was never trained: all of {list_names(untrained)} are zero"
-        yield ValueFinding(code="untrained-lora", severity=Severity.WARNING, label=label, fqn="", text=text)
+        severity = Severity.WARNING if trained() else Severity.NOTE
+        yield ValueFinding(code="untrained-lora", severity=severity, label=label, fqn="", text=text)
     with OpenFiles() as files:
         for tensor, hashed in tensors:
             if hashed.scan is not None and hashed.scan.is_zero and 0 not in tensor.shape:

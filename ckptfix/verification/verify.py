@@ -23,7 +23,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     StagingFolder,
 )
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
-from ckptfix.diagnosis.values import ValueFinding, has_stepped, judge_moment, judge_values
+from ckptfix.diagnosis.values import ValueFinding, has_stepped, has_trained, judge_moment, judge_values
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
@@ -382,7 +382,7 @@ def found_values(contents: Contents, hashed: Mapping[str | TensorLocation, Hashe
         tensors = [(tensor, hashed[TensorLocation(weights.label, tensor.fqn)]) for tensor in weights.tensors]
         is_engine = weights.format is Format.DEEPSPEED  # its weights come out of the optimizer's states
         stepped = (lambda: True) if is_engine else partial(has_stepped, contents.root)
-        yield from judge_values(weights.label, tensors, stepped)
+        yield from judge_values(weights.label, tensors, stepped, partial(has_trained, contents.root))
 
 
 class _Moments:

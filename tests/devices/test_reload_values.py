@@ -290,6 +290,7 @@ def test_the_values_are_told_as_verify_data_tells_them(tmp_path: Path, case: str
 def test_a_lora_that_was_never_trained_fails_as_verify_data_says(tmp_path: Path) -> None:
     state = {f"layers.{n}.q.lora_{m}.weight": torch.full((4, 4), float(m == "A")) for n in "01" for m in "AB"}
     save_file(state, str(tmp_path / "adapter_model.safetensors"), metadata={"format": "pt"})
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 400}')
     report, told = verify_reload(tmp_path), verify(tmp_path, data=True)
     assert [one.code for one in told.values] == ["untrained-lora"]
     assert text_of(report, Subject.VALUES, Outcome.FAILED) == f"untrained-lora: {told.values[0]}"

@@ -138,6 +138,8 @@ def _example_of_values(code: str) -> str:
         save_file(
             {name: torch.tensor(values) for name, values in _LOST[code].items()}, file, {"format": "pt"}
         )
+        if code == "untrained-lora":
+            Path(folder, "trainer_state.json").write_text('{"global_step": 400}')
         if code == "zero-pages":
             data = file.read_bytes()
             file.write_bytes(data[:8192] + bytes(4096) + data[12288:])

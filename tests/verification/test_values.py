@@ -1,5 +1,6 @@
 """What ``verify --data`` says of values, and what it leaves alone."""
 
+import json
 import re
 import shutil
 import struct
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix import Severity, seal, verify
+from ckptfix import Severity, check, seal, verify
 from ckptfix.diagnosis.values import judge_values
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import TensorJob, first_place, hash_all
@@ -128,6 +129,24 @@ def test_a_lora_that_was_never_trained(tmp_path: Path) -> None:
     empty = {name: torch.empty(0) for name in names[:2]} | {"other": torch.empty(0, 3)}
     found = values(tmp_path / "d", empty)
     assert {code for code, _ in found.values()} == {"empty-tensor"}
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(0, "note"), (10, "note"), (400, "warning")])
+def test_a_lora_of_zeros_is_as_severe_as_in_check(tmp_path: Path, steps: int, severity: str) -> None:
+    """A new one was a warning here, status 1, and a note there."""
+    state = {"layers.0.q.lora_A.weight": torch.ones(4, 8), "layers.0.q.lora_B.weight": torch.zeros(8, 4)}
+    save_file(
+        {f"base_model.model.{key}": each for key, each in state.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    if steps:
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
+    report = verify(tmp_path, data=True)
+    assert [(one.code, one.severity.value) for one in report.values] == [("untrained-lora", severity)]
+    pairs = [(one.code, one.severity.value) for one in check(tmp_path).findings]
+    assert ("untrained-adapter", severity) in pairs
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])

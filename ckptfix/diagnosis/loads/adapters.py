@@ -39,6 +39,7 @@ from ckptfix.diagnosis.findings.load_faults import (
 )
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
+from ckptfix.diagnosis.optimizer_values import FEW_STEPS
 from ckptfix.wording import count_of, list_names, series
 
 BASE: tuple[str, ...] = ("base_model", "model")
@@ -81,9 +82,6 @@ _ZERO_AT_START = {
     "LOKR": ("lokr_w1", "lokr_w1_a"), "VERA": ("vera_lambda_b",),
 }  # fmt: skip
 """Type of an adapter -> parameters that PEFT makes of zeros, so that the adapter changes nothing before a step."""
-
-_STEPS = 20
-"""Steps after which zeros were not trained: a warm-up begins at a rate of 0, and fp16 skips about 16 steps."""
 
 _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
@@ -520,7 +518,7 @@ def _zeros(load: Load, kind: str, parameters: Iterable[_Parameter]) -> Iterator[
         offsets = load.tensors[parameter.key].data_offsets
         is_sampled = is_sampled or (offsets is not None and len(data) < offsets[1] - offsets[0])
     if starting:
-        yield (UntrainedAdapter if load.steps > _STEPS else NewAdapter)(
+        yield (UntrainedAdapter if load.steps > FEW_STEPS else NewAdapter)(
             path=load.path,
             parameter=series(sorted({parameter.name for parameter in starting})),
             modules=len({parameter.module for parameter in starting}),
