@@ -235,13 +235,18 @@ class DcpLayouts:
         )
 
     def _read(self, tensors: list[DcpTensor]) -> dict[tuple[str, tuple[int, ...]], SavedTensor]:
-        """Read the headers of the items of tensors. Raises OperationError for a missing file, and for any
-        other content.
+        """Read the headers of the items of tensors. Raises OperationError for a missing file or place, and
+        for any other content.
         """
         wanted: dict[PurePosixPath, list[tuple[StoredItem, DcpTensor, Chunk]]] = {}
         for tensor in tensors:
             for chunk in _filled(tensor):
-                item = self._stored[tensor.fqn, chunk.offsets]
+                item = self._stored.get((tensor.fqn, chunk.offsets))
+                if item is None:
+                    raise OperationError(
+                        f"{self._folder}: no place is recorded for a chunk of {tensor.fqn!r:.200}; next: "
+                        f"{_check(self._folder)}"
+                    )
                 wanted.setdefault(item.path, []).append((item, tensor, chunk))
         saved: dict[tuple[str, tuple[int, ...]], SavedTensor] = {}
         known: dict[object, KnownItem] = {}

@@ -666,8 +666,10 @@ def test_latest_that_is_written_otherwise(of_trainer: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 def test_deepspeed_finds_no_checkpoint_then(tmp_path: Path) -> None:
-    roots = [
-        shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / str(number)) for number in range(5)
+    changed = [
+        replace_latest(
+            Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / str(number))), content
+        )
+        for number, content in enumerate(LOST_TAGS)
     ]
-    changed = [replace_latest(Path(root), content) for root, content in zip(roots, LOST_TAGS, strict=True)]
     assert all(type(loaded) is str for loaded in zero_to_fp32(*changed))
