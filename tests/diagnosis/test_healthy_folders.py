@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ckptfix import check
 from ckptfix.errors import UsageError
 
-TENSORS = {"layer.weight": torch.ones(3, 2), "layer.bias": torch.zeros(3)}
+TENSORS = {"pooler.dense.weight": torch.ones(3, 2), "pooler.dense.bias": torch.zeros(3)}
 BERT = {"architectures": ["BertModel"], "model_type": "bert", "transformers_version": "5.23.0"}
 UNET = {"_class_name": "UNet2DModel", "_diffusers_version": "0.42.0"}
 LORA = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 2}
@@ -23,7 +23,7 @@ STEP = {"global_step": 2, "train_batch_size": 2, "stateful_callbacks": {"Trainer
 SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 INDEX = {
     "metadata": {"total_size": 36},
-    "weight_map": {"layer.weight": SHARDS[0], "layer.bias": SHARDS[1]},
+    "weight_map": {"pooler.dense.weight": SHARDS[0], "pooler.dense.bias": SHARDS[1]},
 }
 
 Content = Mapping[str, Any] | bytes | str | None
@@ -173,7 +173,7 @@ def write(path: Path, content: Content) -> None:
     elif content is not None:
         path.write_text(json.dumps(content))
     elif path.suffix == ".safetensors":
-        key = {SHARDS[0]: "layer.weight", SHARDS[1]: "layer.bias"}.get(path.name)
+        key = {SHARDS[0]: "pooler.dense.weight", SHARDS[1]: "pooler.dense.bias"}.get(path.name)
         tensors = {key: TENSORS[key]} if key else TENSORS
         save_file(tensors, path, metadata={"format": "pt"})
     elif path.name in SAVED:
