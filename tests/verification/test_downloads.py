@@ -41,7 +41,7 @@ def weights(layers: range, seed: int = 0) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for number, layer in enumerate(layers):
         place = {"dtype": "F32", "shape": [16, 16], "data_offsets": [number * 1024, number * 1024 + 1024]}
-        header[f"layers.{layer}.mlp.weight"] = place
+        header[f"layers.{layer}.mlp.up_proj.weight"] = place
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     numbers = random.Random(f"{layers} {seed}")
@@ -55,7 +55,7 @@ def weights(layers: range, seed: int = 0) -> bytes:
 def repo(hub: Hub) -> Hub:
     """A repository with a model in two shards, a head below it, and a long tokenizer, which is in LFS."""
     shards = {SHARD: weights(range(4)), OTHER: weights(range(4, 10))}
-    places = {f"layers.{layer}.mlp.weight": SHARD if layer < 4 else OTHER for layer in range(10)}
+    places = {f"layers.{layer}.mlp.up_proj.weight": SHARD if layer < 4 else OTHER for layer in range(10)}
     index = {"metadata": {"total_size": 10240}, "weight_map": places}
     hub.write(
         {
@@ -275,7 +275,7 @@ def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
     alone = verify(folder)
     assert alone.status == 1, "all shards can be damaged, too"
     assert "they were saved over, or all of them are damaged" in words_of(alone)
-    (folder / "config.json").write_text(json.dumps(json.loads(CONFIG) | {"transformers_version": "5.23.0"}))
+    (folder / "config.json").write_text(json.dumps(json.loads(CONFIG) | {"transformers_version": "4.46.0"}))
     os.utime(folder / "config.json", (4e9, 4e9))
     report = verify(folder)
     assert report.status == 3
