@@ -36,6 +36,7 @@ from ckptfix.formats.pickle_tree import (
     is_dict_like,
     items_of,
     pairs,
+    text_keys,
 )
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
@@ -243,7 +244,7 @@ def _ensure_loadable(root: object) -> None:
             raise FormatError(f"{name!r:.200} is not a tensor")
     if child(root, "param_shapes") is None:
         return
-    keys = {key.value for key, _ in pairs(root) if type(key) is Text}
+    keys = text_keys(root)
     shared = child(root, "shared_params")
     if "shared_params" not in keys and _version(child(root, "ds_version")) >= _FIRST_WITH_SHARED:
         raise FormatError("shared_params is missing")
@@ -597,8 +598,7 @@ def from_shares(
     wanted = [sum(-(-prod(shape) // len(optimizers)) for shape in group.values()) for group in groups]
     for one in optimizers:
         sizes = [flat.numel for flat in one.flats]
-        # An empty group has no partition, so that one of as many may be a part of another group.
-        if all(groups) and len(sizes) == len(wanted) and sizes != wanted:
+        if len(sizes) == len(wanted) and sizes != wanted:
             number = next(number for number, size in enumerate(sizes) if size != wanted[number])
             raise OperationError(
                 f"{one.path}: the partition of sub-group {number} has {sizes[number]} elements, the shares of its "

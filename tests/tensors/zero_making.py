@@ -49,9 +49,7 @@ def make_zero(
             "buffer_names": list(buffers),
             "param_shapes": [
                 OrderedDict((name, tensor.shape) for name, tensor in group.items())
-                for group in (
-                    groups if moments is None or stage < 3 else sub_groups(groups, ranks, sub_group)[0]
-                )
+                for group in (groups if stage < 3 else sub_groups(groups, ranks, sub_group)[0])
             ],
             "frozen_param_shapes": OrderedDict((name, tensor.shape) for name, tensor in frozen.items()),
             "frozen_param_fragments": OrderedDict(fragments),
@@ -85,8 +83,11 @@ def _partitions(
     groups: list[dict[str, torch.Tensor]], stage: int, rank: int, ranks: int, sub_group: int
 ) -> dict[str, Any]:
     if stage == 3:
-        shares = flat([share(tensor, rank, ranks) for group in groups for tensor in group.values()])
-        cut = [one.clone() for one in shares.split(sub_group)] if shares.numel() else []
+        # DeepSpeed cuts no parameter, and lists the shapes by sub-groups, too (0.9 to 0.19).
+        cut = [
+            flat([share(tensor, rank, ranks) for tensor in group.values()])
+            for group in sub_groups(groups, ranks, sub_group)[0]
+        ]
         return {"zero_stage": 3, "partition_count": ranks, "fp32_flat_groups": cut}
     found = []
     for group in groups:
