@@ -29,6 +29,9 @@ CONFIG_OF_LIBRARY = {"peft": ADAPTER, "transformers": CONFIG, "diffusers": CONFI
 _CONFIGS = (CONFIG, ADAPTER, "quantize_config.json", "hf_quant_config.json")
 """Configs that rules read. The last two are those of GPTQ and of modelopt."""
 
+MISSING = "is missing"
+"""Fault of an index that is not there."""
+
 Config = Mapping[str, Any]
 Sample = Callable[[str, int], bytes | None]
 """Takes a key and a number of bytes, and returns the first ones of its tensor; None once the limit is reached."""
@@ -42,7 +45,7 @@ class Load(NamedTuple):
     key -> tensor, of all files. ``is_whole``: the header of each file was read. ``states_of``: whose states of a
     training lie next to them, ``save_state`` or of the Trainer. ``deepspeed``: the folder of DeepSpeed next to them, ""
     for none. ``steps``: of the optimizer, as a counter next to them shows. ``size``: the most bytes of a tensor that a
-    rule reads. ``index_fault``: why the index of its shards cannot be followed, "" where it can or needs none.
+    rule reads. ``index_fault``: what is wrong with the index of its shards, "" where it has none, or nothing is.
     """
 
     path: PurePosixPath
@@ -66,7 +69,7 @@ class Load(NamedTuple):
     @property
     def turn(self) -> int:
         """The place of this family in the order in which the library looks for one: it loads the first that exists."""
-        name = parse_file_name(self.path.name) if not self.index_fault.endswith("is missing") else None
+        name = parse_file_name(self.path.name) if self.index_fault != MISSING else None
         kind = kind_of(name) if name is not None else None
         if name is None or name.model is None or kind is None:
             return sys.maxsize
@@ -143,7 +146,7 @@ def loads_of(
 def _index_fault(group: ModelFiles) -> str:
     if group.index_path is None or group.read_index is not None:
         return ""
-    return f"{group.index_path.name} {'is missing' if group.index is None else 'cannot be read'}"
+    return MISSING if group.index is None else "cannot be read"
 
 
 def adapters_without_config(

@@ -16,23 +16,17 @@ from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.filenames import NOT_STATES, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
-from ckptfix.checkpoint.load_inputs import SAMPLE
+from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights
+from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.doors import etag_of
 from ckptfix.storage.reading import open_reader
 
-_MOST = 1 << 20
-"""Most bytes of samples of one folder."""
-
-_MOST_SAMPLES = _MOST // 256
+_MOST_SAMPLES = SAMPLED // 256
 """Of more tensors than this, as many are sampled that are spread evenly: a read of a few bytes costs as much."""
-
-LEAST_RATE = 1e-7
-"""Learning rates up to which a step may change no weight of float32: those of norms are near 1, where the next number
-below is 6e-8 away."""
 
 _NARROW = ("F16", "BF16", "F8", "F6", "F4")
 """Beginnings of dtypes in which a usual step may change no weight: in bfloat16 1 + 1e-3 is 1."""
@@ -118,7 +112,7 @@ def optimizers_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tup
     return tuple(pieces)
 
 
-def samples_of(pieces: Sequence[Piece], most: int = _MOST) -> tuple[Piece, ...]:
+def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...]:
     """Return the beginnings of pieces, ``most`` bytes in all."""
     pieces = [piece for piece in pieces if piece.length]
     if len(pieces) > _MOST_SAMPLES:

@@ -62,13 +62,13 @@ class TrainedParameter(NamedTuple):
         ``are_rates_shown``: no scheduler can have held the learning rate at 0 in every step that was made.
         """
         return (
-            self.rate >= _LEAST_RATE
+            self.rate >= LEAST_RATE
             and (self.step is None or self.step > 0)
             and (are_rates_shown or not self.is_scheduled)
         )
 
 
-_LEAST_RATE = 1e-7
+LEAST_RATE = 1e-7
 """Adam moves a weight by about the learning rate. fp32 numbers next to 1 are 1.2e-7 apart: less rounds to nothing."""
 
 
@@ -186,7 +186,7 @@ def may_have_waited(state: Any) -> bool:
         # All schedules of a ChainedScheduler multiply the rate.
         rate = min(rate, *numbers[:-1]) * min(numbers[-1], _MOST)
     # A schedule that has not moved made every step at the rate that was saved.
-    return epochs != 0 and rate < _LEAST_RATE
+    return epochs != 0 and rate < LEAST_RATE
 
 
 _MOST_NESTED = 16

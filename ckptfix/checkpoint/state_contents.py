@@ -51,6 +51,7 @@ from ckptfix.formats.pickle_tree import (
     is_dict_like,
     items_of,
     pairs,
+    text_keys,
 )
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
@@ -487,7 +488,7 @@ def _content(file: TorchFile) -> Content | None:
 def _by_keys(node: object) -> Content | None:
     if not is_dict_like(node):
         return None
-    keys = {key.value for key, _ in pairs(node) if type(key) is Text}
+    keys = text_keys(node)
     return next((content for content, wanted in _KEYS if wanted <= keys), None)
 
 
@@ -583,7 +584,7 @@ def _problem_of_scheduler(root: object) -> str:
 
 def _lost_count(root: object) -> str:
     """Return the count that a scheduler of torch lost, "" where all are there or the scheduler is not of torch."""
-    keys = {key.value for key, _ in pairs(root) if type(key) is Text}
+    keys = text_keys(root)
     return next((name for name, signs in _COUNTED if name not in keys and signs <= keys), "")
 
 
@@ -738,7 +739,7 @@ def _is_plain(value: object) -> bool:
 
 def _in_words(expected: Content, root: object) -> str:
     wanted = next(keys for content, keys in _KEYS if content is expected)
-    lacking = sorted(wanted - {key.value for key, _ in pairs(root) if type(key) is Text})
+    lacking = sorted(wanted - text_keys(root))
     return f"a dict without {list_names(lacking)}"
 
 

@@ -43,7 +43,7 @@ from ckptfix.diagnosis.findings.misplaced import (
 )
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
-from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.pickle_tree import child, is_dict_like, items_of, text_keys
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import list_names
 
@@ -152,7 +152,7 @@ def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
             if child(part, "_schedulers") is None:
                 yield from _read_in_each_step(part)
         return
-    own = _keys_of(state) - _SHARED_KEYS
+    own = text_keys(state) - _SHARED_KEYS
     if not any(key in own and own <= every for key, every in _FROM_BASE_RATES.items()):
         return
     saved, last = child(state, "base_lrs"), items_of(child(state, "_last_lr"))
@@ -197,7 +197,7 @@ def diagnose_other_schedules(
     own = {
         path: keys
         for path, file in _states_of_schedulers(folder).items()
-        if path not in damaged and (keys := _keys_of(file.tree.root))
+        if path not in damaged and (keys := text_keys(file.tree.root))
     }
     near: list[tuple[bool, Mapping[PurePosixPath, TorchFile]]] = []
     for neighbour, there in scanned(neighbours.nearest(), Role.SCHEDULER) if own else ():
@@ -205,13 +205,15 @@ def diagnose_other_schedules(
         own = {
             path: keys
             for path, keys in own.items()
-            if path not in files or _keys_of(files[path].tree.root) != keys
+            if path not in files or text_keys(files[path].tree.root) != keys
         }
         if not own:
             return
         near.append((neighbour.is_earlier, files))
     for path, keys in own.items():
-        known = [(is_earlier, _keys_of(files[path].tree.root)) for is_earlier, files in near if path in files]
+        known = [
+            (is_earlier, text_keys(files[path].tree.root)) for is_earlier, files in near if path in files
+        ]
         expected = {keys_there for _, keys_there in known}
         if len(known) > 1 and len(expected) == 1:
             is_between = are_on_both_sides(is_earlier for is_earlier, _ in known)
@@ -222,14 +224,6 @@ def diagnose_other_schedules(
                 expected=f"{_told(keys_there - keys, keys - keys_there)}, as in {next_to_it(len(known))}",
                 effect="load_state fails, or the run goes on with another schedule",
             )
-
-
-def _keys_of(state: Any) -> frozenset[str]:
-    return (
-        frozenset(key.value for key, _ in pairs(state) if type(key) is Text)
-        if is_dict_like(state)
-        else frozenset()
-    )
 
 
 def _told(own: frozenset[str], others: frozenset[str]) -> str:
@@ -440,7 +434,7 @@ def moves_of(state: Any) -> int | None:
     """
     if not is_dict_like(state):
         return None
-    keys = _keys_of(state)
+    keys = text_keys(state)
     moves, count = child(state, "last_epoch"), child(state, "_step_count")
     is_whole = "_milestones" in keys or (type(moves) is int and count == moves + 1)
     return (

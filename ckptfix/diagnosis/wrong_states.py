@@ -30,7 +30,7 @@ from ckptfix.diagnosis.findings.misplaced import (
     WrongState,
 )
 from ckptfix.errors import FormatError
-from ckptfix.formats.pickle_tree import Text, is_dict_like, pairs
+from ckptfix.formats.pickle_tree import Text, is_dict_like, pairs, text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor
@@ -245,7 +245,7 @@ def _lacks_step(file: TorchFile) -> bool:
     """Return whether a file has random states of accelerate without the step of the Accelerator."""
     if content_of(file) is not Content.RANDOM_STATES:
         return False
-    return not any(type(key) is Text and key.value == "step" for key, _ in pairs(file.tree.root))
+    return "step" not in text_keys(file.tree.root)
 
 
 def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:

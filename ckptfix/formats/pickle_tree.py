@@ -132,6 +132,11 @@ def pairs(node: object) -> Iterator[tuple[Any, Any]]:
         yield from zip(node.entries[::2], node.entries[1::2], strict=True)
 
 
+def text_keys(node: object) -> frozenset[str]:
+    """Return the keys of a dict-like node that are strings, none for anything else. Raises FormatError as ``pairs``."""
+    return frozenset(key.value for key, _ in pairs(node) if type(key) is Text)
+
+
 def is_dict_like(node: object) -> bool:
     """Return whether a value is a dict, an OrderedDict, or an instance that had items set."""
     if type(node) is not Node:

@@ -23,6 +23,7 @@ from ckptfix.formats.pickle_tree import (
     items_of,
     made_from,
     pairs,
+    text_keys,
 )
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
@@ -157,7 +158,7 @@ def is_optimizer(node: Node) -> bool:
     source = made_from(node)
     if len(node.entries or ()) > 2 * MAX_LIST or (source is not None and len(source.items or ()) > MAX_LIST):
         return False
-    keys = {key.value for key, _ in pairs(node) if type(key) is Text}
+    keys = text_keys(node)
     return keys >= {"state", "param_groups"}
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, UNIVERSAL
 from ckptfix.errors import FormatError, OperationError
-from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, pairs
+from ckptfix.formats.pickle_tree import Node, child, is_dict_like, text_keys
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor, storages
 from ckptfix.storage.reading import Piece
@@ -99,7 +99,7 @@ def _read(root: Path, path: PurePosixPath, name: str, shape: tuple[int, ...], st
     def understand(full: Path, file: TorchFile) -> UniversalFile:
         node = file.tree.root
         if is_dict_like(node) and not is_tensor(node):
-            others = {key.value for key, _ in pairs(node) if type(key) is Text} - _PLAIN
+            others = text_keys(node) - _PLAIN
             if others:
                 raise OperationError(
                     f"{full}: {', '.join(sorted(others))}: it is of tensor or expert parallelism, which is not "

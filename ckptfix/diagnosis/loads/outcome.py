@@ -203,7 +203,7 @@ class Loaders:
         path = str(load.path)
         answer = LoadOutcome(path=path, library=load.library, tensors=len(load.tensors))
         if load.index_fault:
-            return answer._replace(refused=load.index_fault)
+            return answer._replace(refused=f"{load.path.name} {load.index_fault}")
         if not load.is_whole:
             return answer._replace(unchecked="not every header of its files can be read")
         asked = Asked(

@@ -23,7 +23,8 @@ from ckptfix.checkpoint.filenames import FileName, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.keys import adapter_name, without_adapter_name
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, adapters_without_config, loads_of
-from ckptfix.checkpoint.samples import LEAST_RATE, digest_of, must_change, samples_of, weights_in
+from ckptfix.checkpoint.samples import digest_of, must_change, samples_of, weights_in
+from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, UngatheredParts, UntrainedAdapter
 from ckptfix.diagnosis.findings.stale import StaleSave
