@@ -122,6 +122,15 @@ def test_truncation_at_every_length(in_memory: Path, seed: str) -> None:
     assert [entry.name for entry in in_memory.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_file_whose_first_byte_is_flipped_is_damaged(in_memory: Path, seed: str) -> None:
+    """No magic number begins it, and yet it is no file of another program."""
+    data = SEEDS[seed].read_bytes()
+    path = in_memory / SEEDS[seed].name
+    path.write_bytes(bytes([data[0] ^ 0x20]) + data[1:])
+    assert codes(path) & {"not-a-tensor-file", "malformed-file", "truncated-file"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flip", [0xFF, 0x01, 0x20])
 @pytest.mark.parametrize("seed", SEEDS)

@@ -4,6 +4,7 @@ import re
 
 from ckptfix.errors import FormatError
 from ckptfix.formats.safetensors_file import looks_like_safetensors
+from ckptfix.formats.torch_file import MAGIC_NUMBER
 from ckptfix.formats.torch_zip import read_records
 from ckptfix.storage.reading import FileReader
 
@@ -99,6 +100,9 @@ _END_OF_ZIP = b"PK\5\6"
 _FIRST_RECORD = b"/data.pkl"
 """torch.save writes this record first: its name ends within the first bytes, whatever became of the magic before."""
 
+_LEGACY = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")
+"""The magic number of torch's old format as a pickle has it, behind two bytes."""
+
 
 def may_be_of_torch(reader: FileReader) -> bool:
     """Return whether a file is a damaged one of torch or safetensors by its first bytes, or those of a zip's end."""
@@ -107,7 +111,7 @@ def may_be_of_torch(reader: FileReader) -> bool:
     # One byte may be all that a cut left of a zip file.
     if head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
-    return _FIRST_RECORD in head or _END_OF_ZIP in reader.read(reader.size - size, size)
+    return _FIRST_RECORD in head or _LEGACY in head or _END_OF_ZIP in reader.read(reader.size - size, size)
 
 
 def text_format(reader: FileReader) -> str | None:
