@@ -103,14 +103,45 @@ def changed(config: Any, values: Mapping[Attribute, int]) -> Any:
         for name in path[:-1]:
             part, owner = part[name], getattr(owner, name)
         before = getattr(owner, path[-1])
-        for key, item in list(part.items()):
-            if isinstance(item, list) and len(item) == before and before > 1 and _COUNTS.search(path[-1]):
-                part[key] = [*item, *[item[-1]] * (value - before)]
-                if key == "layer_types":
-                    del part[key]
+        for key in _lists_for(part, path[-1], before):
+            part[key] = [*part[key], *[part[key][-1]] * (value - before)]
+            if key == "layer_types":
+                del part[key]
         part[path[-1]] = value
     settings.pop("transformers_version", None)
     return type(config)(**settings)
+
+
+def _lists_for(part: Mapping[str, Any], name: str, value: int) -> list[str]:
+    """Return the lists of a config that are as long as a count says: one item for each layer, or by chance."""
+    if value < 2 or not _COUNTS.search(name):
+        return []
+    return [key for key, item in part.items() if isinstance(item, list | tuple) and len(item) == value]
+
+
+def following_lists(cls: Any, config: Any, default: Build) -> set[str]:
+    """Return the patterns whose numbers follow a list while the attribute that it is as long as stays.
+
+    VITS has as many ``upsample_rates`` as ``prior_encoder_num_wavenet_layers`` by chance.
+    """
+    before = counts_of(default.keys)
+    following = set()
+    for path, value in sizes_of(config).items():
+        settings = config.to_dict()
+        part: Any = settings
+        for name in path[:-1]:
+            part = part[name]
+        lists = [key for key in _lists_for(part, path[-1], value) if key != "layer_types"]
+        for key in lists:
+            part[key] = [*part[key], part[key][-1]]
+        settings.pop("transformers_version", None)
+        if lists:
+            with suppress(
+                Exception
+            ):  # Most classes refuse such a config, which is the proof that both belong together.
+                after = counts_of(build(cls, type(config)(**settings)).keys)
+                following |= {pattern for pattern, count in before.items() if after.get(pattern) != count}
+    return following
 
 
 def variants(
@@ -269,6 +300,9 @@ def described(cls: Any) -> dict[str, Any]:
             for pattern, each in numbers.items()
             if pattern not in saved or of_file.get(pattern) == each
         }
+        if numbers:
+            of_lists = following_lists(cls, config, default)
+            numbers = {pattern: each for pattern, each in numbers.items() if pattern not in of_lists}
         rows = followed(
             [rows_of({**each.inside, **each.keys}) for each in builds],
             all_sizes,
