@@ -8,8 +8,8 @@ import pytest
 
 from ckptfix import check
 from ckptfix.cli.repair import repair_command
-from ckptfix.diagnosis.findings import CATALOGUE, CODES
 from ckptfix.diagnosis.findings.base import Action, Finding
+from ckptfix.diagnosis.findings.catalogue import CATALOGUE, CODES
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import UsageError
 

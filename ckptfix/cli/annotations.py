@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.wording import escape, shown
 
@@ -85,6 +84,8 @@ def sarif(annotations: Iterable[Annotation], status: int) -> dict[str, object]:
 
 
 def _rule(code: str) -> dict[str, object]:
+    from ckptfix.diagnosis.findings.catalogue import CODES
+
     kind = CODES.get(code)
     if kind is None:  # a difference from the manifest, or something about values
         return {"id": code}

@@ -19,8 +19,8 @@ from ckptfix.conversion.target_names import LeftOut
 from ckptfix.diagnosis import contents
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import lasting_label
-from ckptfix.diagnosis.findings import INCOMPLETE
 from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.catalogue import INCOMPLETE
 from ckptfix.diagnosis.findings.damaged import CrcMismatch
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters

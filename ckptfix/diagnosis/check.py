@@ -40,7 +40,6 @@ from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
 from ckptfix.diagnosis.siblings import compared
-from ckptfix.diagnosis.stale_saves import diagnose_stale_saves
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
 from ckptfix.diagnosis.unfinished_copies import half_downloaded, unmarked
@@ -408,11 +407,16 @@ def _checked(
         if load and not any(outcome.unchecked for outcome in load):
             omitted = [words for words in omitted if _BY_A_LOAD not in words]
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
+    stale: Iterable[Finding] = ()
+    if of_run:
+        from ckptfix.diagnosis.stale_saves import diagnose_stale_saves
+
+        stale = diagnose_stale_saves(folder, diagnosis.sharded, near, data=data)
     findings = (
         *pending,
         *lacking,
         *of_headers,
-        *(diagnose_stale_saves(folder, diagnosis.sharded, near, data=data) if of_run else ()),
+        *stale,
         *of_hooks.findings,
         *downloads,
         *_staging_inside(target),

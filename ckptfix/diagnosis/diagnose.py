@@ -1,7 +1,7 @@
 """Diagnosis of a scanned folder. Reads tensor bytes only where two entries agree in keys, dtypes and shapes."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
@@ -34,8 +34,7 @@ from ckptfix.diagnosis.file_damage import (
     unchecked_parts,
     without_deepspeed,
 )
-from ckptfix.diagnosis.findings import CATALOGUE
-from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.findings.base import Finding, Severity, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     MalformedFile,
@@ -48,8 +47,6 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
-from ckptfix.diagnosis.findings.inconsistent import ZeroMoments
-from ckptfix.diagnosis.findings.load_faults import UntrainedAdapter
 from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
@@ -327,15 +324,8 @@ def diagnose(
             if not (isinstance(one, InterruptedSave) and one.leftover and one.path in complete)
         )
         findings += broken_trainer_state(folder, trainer)
-    order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
-    severities = ("error", "warning", "note")
-    findings.sort(
-        key=lambda finding: (
-            severities.index(finding.severity.value),
-            order[finding.code],
-            str(finding.path),
-        )
-    )
+    if findings[1:]:
+        findings.sort(key=_rank())
     return Diagnosis(
         folder=folder,
         scanned=scanned,
@@ -363,6 +353,15 @@ def diagnose(
         digests=digests,
         links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
     )
+
+
+def _rank() -> Callable[[Finding], tuple[int, int, str]]:
+    """Return the key that sorts findings: errors first, then in the order of the catalogue, then by path."""
+    from ckptfix.diagnosis.findings.catalogue import CODES
+
+    order = {code: place for place, code in enumerate(CODES)}
+    severities = list(Severity)
+    return lambda finding: (severities.index(finding.severity), order[finding.code], str(finding.path))
 
 
 def _undecided(
@@ -444,7 +443,8 @@ def _not_checked(
         for component in folder.components
         if component.problem is not None and component.problem.is_only_unchecked
     ]
-    of_pairs = (one for one in findings if not isinstance(one, UntrainedAdapter | ZeroMoments))
+    of_zeros = ("untrained-adapter", "missing-moments")
+    of_pairs = [finding for finding in findings if finding.code not in of_zeros]
     sampled = sum(1 for finding in of_pairs if getattr(finding, "sampled", False))
     if sampled:
         pairs = count_of(sampled, "pair")

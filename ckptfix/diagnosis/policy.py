@@ -6,7 +6,6 @@ from enum import Enum
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action
 from ckptfix.errors import UsageError
 
@@ -48,15 +47,21 @@ class Policy:
     families: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if self.only or self.allow:
+            self._check_codes()
+        for role, count in self.keep.items():
+            if count < 1:
+                raise UsageError(f"--keep {role.value}={count}: at least 1 must stay")
+
+    def _check_codes(self) -> None:
+        from ckptfix.diagnosis.findings.catalogue import CODES
+
         for code in self.only | self.allow:
             if code not in CODES:
                 raise UsageError(f"there is no finding {code!r}; the codes are {', '.join(CODES)}")
         for code in self.allow:
             if CODES[code].action is Action.TELL:
                 raise UsageError(f"{code} is never repaired, only reported: {CODES[code].meaning}")
-        for role, count in self.keep.items():
-            if count < 1:
-                raise UsageError(f"--keep {role.value}={count}: at least 1 must stay")
 
     def wants(self, code: str) -> bool:
         """Return whether findings of this code may be repaired."""

@@ -17,8 +17,8 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.dcp_folders import is_flat
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
-from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action, Finding
+from ckptfix.diagnosis.findings.catalogue import CODES
 from ckptfix.diagnosis.findings.damaged import (
     NoFormatMetadata,
     TrailingBytes,

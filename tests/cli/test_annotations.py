@@ -12,8 +12,8 @@ import pytest
 
 from ckptfix.cli import run
 from ckptfix.cli.annotations import Annotation, github_line, sarif
-from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.catalogue import CODES
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DOUBLED = FIXTURES / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors" / "checkpoint"

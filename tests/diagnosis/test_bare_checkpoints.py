@@ -20,7 +20,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.latest import Candidate, incomplete
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli import run
-from ckptfix.cli.check import Runs
+from ckptfix.cli.runs import Runs
 from ckptfix.diagnosis import completeness
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import UsageError

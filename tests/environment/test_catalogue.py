@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.diagnosis.findings import CODES as FINDINGS
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.catalogue import CODES as FINDINGS
 from ckptfix.environment.advice import MAX_EVIDENCE, Topic
 from ckptfix.environment.doctor import CODES, TOPICS
 from tests.environment.cases import CASES

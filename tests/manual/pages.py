@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from ckptfix import check, verify
 from ckptfix.cli import cli, run
 from ckptfix.cli.verb_options import Verb
-from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action, Finding, finding_lines
+from ckptfix.diagnosis.findings.catalogue import CODES
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.diagnosis.findings.stale import StaleSave

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from ckptfix.cli import cli, run
-from ckptfix.diagnosis.findings import CODES
+from ckptfix.diagnosis.findings.catalogue import CODES
 from ckptfix.diagnosis.values import ADVICE as VALUES
 from ckptfix.environment.doctor import CODES as DOCTOR
 from ckptfix.manual import TOPICS, codes, explanation, page, section, summary, titles, wrap
