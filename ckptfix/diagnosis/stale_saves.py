@@ -120,10 +120,12 @@ def _judged(
         return
     if not _has_moments(folder.root, optimizers) and (same_optimizers or not now.is_without_states):
         return
-    rates = [progress.rate for progress in (then, now) if progress.rate is not None]
+    # The rate of the later save may be that of a step after it: 0 where a schedule ends.
+    shown = (then,) if now.has_rate_of_next_step(then) else (then, now)
+    rates = [progress.rate for progress in shown if progress.rate is not None]
     if 0 in rates:
         return
-    rate = min(rates) if len(rates) == 2 else None
+    rate = min(rates) if len(rates) == len(shown) else None
     is_sure = rate is not None and (same_optimizers or must_change(rate, dtypes_in(folder, sharded)))
     yield (StaleSave if is_sure else DoubtfulSave)(
         path=path,
@@ -138,6 +140,7 @@ def _judged(
 
 
 _OWN_STEP = "step in "
+_MOVES = "last_epoch in "
 _GLOBAL_STEP = f"global_step in {TRAINER_STATE}"
 
 
@@ -162,6 +165,21 @@ class _Progress(NamedTuple):
             return False
         return then.scale is None or not self.scale > 1.01 * then.scale * self.backoff**steps
 
+    def has_rate_of_next_step(self, then: "_Progress") -> bool:
+        """Return whether a schedule moved before each of two saves, so that its rates are those of the steps after it.
+
+        Its moves are then in proportion to the steps. In a script that saves first they are behind: 0 moves at step 1,
+        1 at step 2.
+        """
+        both = [(name, self.counters[name], then.counters.get(name, 0)) for name in self.counters]
+        return any(
+            0 < before < moves and moves * steps_before == steps * before
+            for schedule, moves, before in both
+            if schedule.startswith(_MOVES)
+            for name, steps, steps_before in both
+            if not name.startswith(_MOVES)
+        )
+
 
 def _progress_of(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> _Progress:
     saved = list(saved_optimizers(folder, sharded))
@@ -180,7 +198,7 @@ def _progress_of(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> _Pro
         root = content.tree.root
         if component.role is Role.SCHEDULER:
             if (moves := moves_of(root)) is not None:
-                counters[f"last_epoch in {component.path}"] = moves
+                counters[f"{_MOVES}{component.path}"] = moves
             last_rates += numbers_of(items_of(child(root, "_last_lr")))
         elif component.role is Role.GRAD_SCALER and is_dict_like(root):
             value = child(root, "scale")

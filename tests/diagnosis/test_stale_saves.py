@@ -101,6 +101,23 @@ def test_old_bytes_are_a_warning(run_of_trainer: Path, names: tuple[str, ...], e
     assert run(["check", "-r", str(run_of_trainer)]) == bool(expected)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("source", "target"), [(3, 4), (2, 4), (2, 3)])
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_the_last_save_of_a_schedule_that_ends_at_0_is_compared(
+    source: int, target: int, warmup_steps: int, tmp_path: Path
+) -> None:
+    """Its own rate is that of a step that nobody makes: the weights of step 3 were clean in it."""
+    output = runs(tmp_path, lr_scheduler_type="linear", learning_rate=1e-3, warmup_steps=warmup_steps)
+    if target - source > 1:
+        shutil.rmtree(output / "checkpoint-3")
+    assert told(output / f"checkpoint-{target}") == []
+    folder = copied(output, WEIGHTS, source=source, target=target)
+    ((severity, words),) = told(folder)
+    assert severity == "warning"
+    assert f"step in {OPTIMIZER} went from {source} to {target} at a learning rate of 0.00" in words
+
+
 def test_bytes_behind_the_samples_are_compared_with_data(tmp_path: Path) -> None:
     for number in (1, 2):
         folder = tmp_path / f"step_{number}"
@@ -228,7 +245,47 @@ def with_a_registered_head(output: Path) -> Path:
     return output
 
 
+def with_a_schedule_that_moves_after_the_save(output: Path) -> Path:
+    """Train epochs at rates down to 0 and up again, each saved at the rate that it was trained at."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2)
+    model, optimizer, schedule = accelerator.prepare(made, optimizer, schedule)
+    for number in range(4):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        accelerator.save_state(str(output / f"checkpoint_{number}"))
+        schedule.step()
+    assert torch.load(output / "checkpoint_2/scheduler.bin")["_last_lr"] == [0.0]
+    assert (output / "checkpoint_1" / WEIGHTS).read_bytes() == (
+        output / "checkpoint_2" / WEIGHTS
+    ).read_bytes()
+    return output
+
+
+def with_warm_up_from_a_save_before_it(output: Path) -> Path:
+    """Save before the first step, too, which is made at a rate of 0."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    model, optimizer, schedule = accelerator.prepare(made, optimizer, schedule)
+    accelerator.save_state(str(output / "checkpoint_0"))
+    for number in range(1, 4):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        schedule.step()
+        accelerator.save_state(str(output / f"checkpoint_{number}"))
+    return output
+
+
 HEALTHY = [
+    with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
     of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter, of_a_head, with_copies,
     with_skipped_steps, with_a_schedule_that_moves_anyway, of_rows_at_the_end,
     with_a_registered_head,
