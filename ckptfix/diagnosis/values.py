@@ -3,11 +3,12 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
@@ -96,6 +97,89 @@ def _is_cut(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero:
     above = max(0, begin - row)
     left = begin // row * row  # the end of the row above
     return _Lost.ROWS if any(_read(files, run.piece, above, left)) else None
+
+
+_LEAST_TAIL = 16
+"""Elements: fewer zeros at the end of a tensor may be values, as of a weight that was pruned."""
+
+_MOST_BEFORE = 1 << 16
+"""Bytes before a tail that are looked at."""
+
+
+class _Tail(NamedTuple):
+    """Zeros at the end of a tensor: ``size`` bytes, from byte ``begin`` of it.
+
+    ``after``: tensors behind it in its file, which are all zero.
+    """
+
+    begin: int
+    size: int
+    after: int
+
+
+def _lost_tails(
+    tensors: Sequence[tuple[StoredTensor, Hashed]], files: OpenFiles
+) -> Iterator[tuple[str, _Tail]]:
+    """Yield the tensors in which the zeros begin that go on to the end of the file, as where its last bytes were lost.
+
+    Each zero tensor behind it may be meant, such as a bias; zeros inside of its last row are not.
+    """
+    of_files: dict[Path, list[tuple[StoredTensor, Piece, Scan]]] = {}
+    for tensor, hashed in tensors:
+        pieces = tensor.layout.pieces if isinstance(tensor.layout, Contiguous) else ()
+        if len(pieces) == 1 and hashed.scan is not None and pieces[0].length:
+            of_files.setdefault(pieces[0].path, []).append((tensor, pieces[0], hashed.scan))
+    for inside in of_files.values():
+        inside.sort(key=lambda each: each[1].offset)
+        place = next((at for at in reversed(range(len(inside))) if not inside[at][2].is_zero), None)
+        if place is None:
+            continue
+        tensor, piece, scan = inside[place]
+        after = [each[0] for each in inside[place + 1 :]]
+        if not _must_not_be_zero(tensor) or _is_mask(tensor.fqn):
+            continue
+        with suppress(OSError, ChangedError):
+            begin = _tail_in(tensor, piece, scan, files, any(map(_must_not_be_zero, after)))
+            if begin is not None:
+                yield tensor.fqn, _Tail(begin, piece.length - begin, len(after))
+
+
+def _tail_in(
+    tensor: StoredTensor, piece: Piece, scan: "Scan", files: OpenFiles, is_followed: bool
+) -> int | None:
+    """Return where the zeros at the end of a tensor begin, None where they may be values of a model.
+
+    ``is_followed``: by a tensor of zeros that no model means. Without it, a vector may be padded.
+    """
+    from ckptfix.tensors.scanning import PAGE
+
+    width = max(1, DTYPE_BITS[tensor.dtype] // 8)
+    runs = scan.zero_runs or ()
+    if runs and piece.length - runs[-1].end < PAGE:
+        begin, end = _exact(files, runs[-1], width)
+        if end != piece.length:
+            return None
+    else:
+        last = _read(files, piece, max(0, piece.length - 2 * PAGE), piece.length)
+        begin = -(-(piece.length - len(last) + len(last.rstrip(b"\0"))) // width) * width
+    size = piece.length - begin
+    lengths = [length for length in tensor.shape if length > 1] or [1]
+    row = width * lengths[-1]
+    is_flat = len(lengths) < 2 or begin < row
+    if size < _LEAST_TAIL * width or (is_flat and not is_followed) or (not is_flat and begin % row == 0):
+        return None
+    before = _read(files, piece, max(0, begin - min(size, _MOST_BEFORE)), begin)
+    # Columns that are zero are zero in the row above, too.
+    above = b"" if is_flat else _read(files, piece, begin - row, begin // row * row)
+    are_values = len(before) >= _LEAST_TAIL * width and all(
+        16 * _zeros_in(data, width) <= len(data) // width for data in (before, above)
+    )
+    return begin if are_values else None
+
+
+def _zeros_in(data: bytes, width: int) -> int:
+    zero = bytes(width)
+    return sum(data[at : at + width] == zero for at in range(0, len(data), width))
 
 
 def _exact(files: OpenFiles, run: "ZeroRun", width: int) -> tuple[int, int]:
@@ -225,6 +309,7 @@ def judge_values(
         severity = Severity.WARNING if trained() else Severity.NOTE
         yield ValueFinding(code="untrained-lora", severity=severity, label=label, fqn="", text=text)
     with OpenFiles() as files:
+        tails = dict(_lost_tails(tensors, files))
         for tensor, hashed in tensors:
             if hashed.scan is not None and hashed.scan.is_zero and 0 not in tensor.shape:
                 if tensor.fqn not in untrained and (found := _of_zeros(tensor, lone, stepped)):
@@ -236,7 +321,7 @@ def judge_values(
                         code="all-zero", severity=severity, label=label, fqn=tensor.fqn, text=words
                     )
                 continue
-            for code, severity, text in _of_one(tensor, hashed, files):
+            for code, severity, text in _of_one(tensor, hashed, files, tails.get(tensor.fqn)):
                 words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {text}"
                 yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
 
@@ -296,7 +381,9 @@ def _of_zeros(
     return Severity.NOTE, ", as some models begin; no optimizer step is recorded in its folder"
 
 
-def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[tuple[str, Severity, str]]:
+def _of_one(
+    tensor: StoredTensor, hashed: Hashed, files: OpenFiles, tail: _Tail | None
+) -> Iterator[tuple[str, Severity, str]]:
     scan = hashed.scan
     if 0 in tensor.shape:
         is_lora = _LORA.search(tensor.fqn) is not None
@@ -328,6 +415,13 @@ def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[
             size = human_size(sum(run.end - run.begin for run in runs))
             where = f"the first at {_place(tensor, runs[0])}, {count_of(len(runs), 'run')}"
             yield "zero-pages", Severity.WARNING, f"has {size} of zeros that {kind.value}, {where}"
+    if tail is not None and not found:
+        size, rest = human_size(tail.size), count_of(tail.after, "tensor")
+        follow = f", and {rest} behind it in its file {'is' if tail.after == 1 else 'are'} zero" * bool(
+            tail.after
+        )
+        words = f"has {size} of zeros that {_Lost.END.value}, the first at byte {tail.begin} of it{follow}"
+        yield "zero-pages", Severity.WARNING, words
 
 
 def _place(tensor: StoredTensor, run: "ZeroRun") -> str:

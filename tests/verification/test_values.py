@@ -318,6 +318,77 @@ def test_zeros_that_begin_inside_of_a_row_and_fill_others_were_lost(tmp_path: Pa
     assert "fill it from there to its end" in found["flat.weight"][1]
 
 
+def in_file_order(folder: Path) -> list[StoredTensor]:
+    tensors = open_checkpoint(folder).weights[0].tensors
+    return sorted(tensors, key=lambda one: first_place(one.layout)[1])
+
+
+def lose_tail(folder: Path, size: int, fqn: str) -> None:
+    """Set the last bytes of a tensor, and of all that follows it in its file, to zero."""
+    piece = place(folder, fqn)
+    begin = piece.offset + piece.length - size
+    lose(piece.path, begin, piece.path.stat().st_size - begin)
+
+
+TAIL = "KiB of zeros that fill it from there to its end, the first at byte "
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1500, 2500, 7000])
+@pytest.mark.parametrize("position", range(4))
+def test_a_lost_end_of_a_file_is_found(tmp_path: Path, position: int, size: int, dtype: torch.dtype) -> None:
+    """1.5 KB of one tensor and all of the next ones had no whole page of zeros, or no weight that must not be zero."""
+    model = torch.nn.TransformerEncoderLayer(72, 2, 96, batch_first=True).to(dtype)
+    torch.nn.init.normal_(model.norm1.weight)
+    values(tmp_path, model.state_dict())
+    assert verify(tmp_path, data=True).values == ()
+    tensor = [one for one in in_file_order(tmp_path) if len(one.shape) == 2][position]
+    lose_tail(tmp_path, size, tensor.fqn)
+    found = {one.fqn: one for one in verify(tmp_path, data=True).values if one.code == "zero-pages"}
+    assert list(found) == [tensor.fqn]
+    assert found[tensor.fqn].severity is Severity.WARNING
+
+
+def test_a_lost_end_that_begins_in_a_norm_is_found(tmp_path: Path) -> None:
+    state = {"a.weight": torch.randn(500), "b.weight": torch.randn(500), "c.bias": torch.randn(500)}
+    values(tmp_path, state)
+    lose_tail(tmp_path, 1500, "a.weight")
+    found = {one.fqn: one.text for one in verify(tmp_path, data=True).values}
+    assert list(found) == ["a.weight"]
+    assert f"1.5 {TAIL}500 of it, and 2 tensors behind it in its file are zero" in found["a.weight"]
+
+
+def test_a_healthy_end_of_a_file_may_be_zero(tmp_path: Path) -> None:
+    """Each of these is followed by biases of zeros, and ends with zeros itself, or is at the end of the file."""
+    rows, columns, pruned, positions = (torch.randn(40, 70) for _ in range(4))
+    rows[30:] = 0
+    columns[:, 50:] = 0
+    columns[30:] = 0
+    pruned *= torch.rand(40, 70) < 0.3
+    pruned.view(-1)[-20:] = 0
+    positions[20:] = 0
+    few = torch.randn(40, 70)
+    few.view(-1)[-15:] = 0
+    vector, start = torch.randn(300), torch.zeros(300)
+    vector[200:] = 0
+    start[0] = 1
+    filters = torch.randn(8, 4, 3, 3)
+    filters[6:] = 0
+    channels = torch.randn(8, 4, 3, 3)
+    channels[:, 2:] = 0
+    last = {
+        "rows": rows, "columns": columns, "pruned": pruned, "positions": positions[None], "few": few,
+        "vector": vector, "start": start, "filters": filters, "channels": channels, "dense": torch.randn(9, 9),
+        "eye": torch.eye(40), "tril": torch.tril(torch.ones(40, 40)), "stack": torch.stack([positions, rows]),
+    }  # fmt: skip
+    for name, tensor in last.items():
+        for after in ({}, {"z.bias": torch.zeros(300)}):
+            state = {f"a.{name}.weight": tensor.contiguous(), **after}
+            folder = tmp_path / f"{name}{len(after)}"
+            assert values(folder, state) == {}, name
+            assert in_file_order(folder)[-1].fqn == max(state)
+
+
 def test_honest_patterns_of_zeros(tmp_path: Path) -> None:
     blocks = torch.zeros(512, 512)
     for at in range(0, 512, 128):
