@@ -80,6 +80,9 @@ def diagnose_optimizer_values(
     return report
 
 
+_BEGINNING = 64
+"""Bytes of a moment: less than any sample of its weight."""
+
 FEW_STEPS = 20
 """Steps after which zeros may be untrained: a warm-up begins at a rate of 0, and fp16 skips about 16 steps."""
 
@@ -92,6 +95,19 @@ def steps_of(root: Path, saved: SavedOptimizer) -> int:
     with OpenFiles() as files, suppress(CkptfixError, OSError):
         return int(_Values(root, files, saved).steps())
     return 0
+
+
+def has_moved(root: Path, saved: SavedOptimizer, other: Path, earlier: SavedOptimizer, name: str) -> bool:
+    """Return whether the beginning of a moment of a parameter differs from that in an earlier save, in ``other``."""
+    with OpenFiles() as files, suppress(CkptfixError, OSError):
+        now, then = _Values(root, files, saved), _Values(other, files, earlier)
+        for state, tensor in saved.tensors[name].items():
+            before = earlier.tensors.get(name, {}).get(state)
+            if before is None or state in SCALARS:
+                continue
+            if b"".join(now.blocks(tensor, _BEGINNING)) != b"".join(then.blocks(before, _BEGINNING)):
+                return True
+    return False
 
 
 def trained_steps(root: Path, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:

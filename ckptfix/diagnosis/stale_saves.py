@@ -10,15 +10,18 @@ schedule, and halves the scale of the gradients, while the Trainer counts it. SG
 rows of an embedding that no batch uses have moments of zeros, and stay unchanged.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
 from ckptfix.checkpoint.samples import (
     Piece,
@@ -30,11 +33,11 @@ from ckptfix.checkpoint.samples import (
     weights_in,
 )
 from ckptfix.checkpoint.trainer_folders import trainer_progress
-from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.stale import CopiedSave, DoubtfulSave, StaleSave
-from ckptfix.diagnosis.optimizer_kinds import name_of
-from ckptfix.diagnosis.optimizer_values import steps_of
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
+from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.findings.stale import CopiedSave, DoubtfulSave, DoubtfulShard, OldShard, StaleSave
+from ckptfix.diagnosis.optimizer_kinds import SCALARS, name_of
+from ckptfix.diagnosis.optimizer_values import has_moved, steps_of
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, saved_optimizers
 from ckptfix.diagnosis.schedules import moves_of, numbers_of
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import child, is_dict_like, items_of
@@ -44,6 +47,8 @@ from ckptfix.storage.reading import open_reader, store_of
 _READ = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
 _SCALAR = 8
 """Bytes of the longest number: longer storages of an optimizer are moments."""
+_MOST_SHAPES = 4
+"""Shapes of a shard whose moments are read: those with the fewest moments first."""
 
 
 def diagnose_stale_saves(
@@ -66,18 +71,13 @@ def diagnose_stale_saves(
                 bool(pieces) and _are_equal(folder.root, root, pieces, data=data)
                 for pieces in (weights or (), optimizers or ())
             )
+            judge = partial(
+                _judged, folder, sharded, root, before, weights or (), optimizers or (), data=data
+            )
             if same_weights or same_optimizers:
-                yield from _judged(
-                    folder,
-                    sharded,
-                    root,
-                    before,
-                    weights or (),
-                    optimizers or (),
-                    same_weights=same_weights,
-                    same_optimizers=same_optimizers,
-                    data=data,
-                )
+                yield from judge(same_weights=same_weights, same_optimizers=same_optimizers)
+            if weights and not same_weights and (shards := _old_shards(folder, root, weights, data=data)):
+                yield from judge(same_weights=True, same_optimizers=False, shards=shards)
 
 
 def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool) -> bool:
@@ -85,6 +85,55 @@ def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool
         return are_equal(root, earlier, samples_of(pieces)) and (not data or are_equal(root, earlier, pieces))
     except FileNotFoundError:
         return False
+
+
+def _old_shards(
+    folder: CheckpointFolder, earlier: Path, weights: Sequence[Piece], *, data: bool
+) -> list[Component]:
+    """Return the shards of models that equal those of the earlier checkpoint, where others of the model do not."""
+    models: dict[tuple[str, str], list[Component]] = {}
+    for component in folder.components:
+        if component.role is Role.MODEL and component.name.shard is not None:
+            models.setdefault((component.name.stem, component.name.suffix), []).append(component)
+    old: list[Component] = []
+    for shards in models.values():
+        pieces = {shard.path: [piece for piece in weights if piece.path == shard.path] for shard in shards}
+        equal = [shard for shard in shards if _are_equal(folder.root, earlier, pieces[shard.path], data=data)]
+        old += equal if len(equal) < len(shards) else ()
+    return old
+
+
+def _is_trained(
+    shard: Component,
+    folder: CheckpointFolder,
+    saved: Sequence[SavedOptimizer],
+    root: Path,
+    earlier: Sequence[SavedOptimizer],
+) -> bool:
+    """Return whether an optimizer trained tensors of a shard since the earlier save, which has its files in ``root``.
+
+    Files of torch do not say to which weight a moment belongs. But a shape whose moments are as many as the weights of
+    it, and have all changed at their beginning, is trained in each shard.
+    """
+    weights = Counter(
+        tensor.shape for file in folder.components if file.role is Role.MODEL for tensor in file.tensors
+    )
+    trained: dict[Shape, list[tuple[SavedOptimizer, SavedOptimizer | None, str]]] = {}
+    then = {(optimizer.path, optimizer.key): optimizer for optimizer in earlier}
+    for optimizer in saved:
+        for name, tensors in optimizer.tensors.items():
+            for shape in {tensor.shape for state, tensor in tensors.items() if state not in SCALARS}:
+                before = then.get((optimizer.path, optimizer.key))
+                trained.setdefault(shape, []).append((optimizer, before, name))
+    shapes = {tensor.shape for tensor in shard.tensors}
+    enough = [shape for shape in shapes if len(trained.get(shape, ())) >= weights[shape] > 0]
+    return any(
+        all(
+            before is not None and has_moved(folder.root, optimizer, root, before, name)
+            for optimizer, before, name in trained[shape]
+        )
+        for shape in sorted(enough, key=lambda shape: len(trained[shape]))[:_MOST_SHAPES]
+    )
 
 
 def _judged(
@@ -97,9 +146,13 @@ def _judged(
     *,
     same_weights: bool,
     same_optimizers: bool,
+    shards: Sequence[Component] = (),
     data: bool,
 ) -> Iterator[StaleSave]:
-    """Yield the finding about equal weights or optimizers. ``root``: the folder of the earlier checkpoint."""
+    """Yield the finding about equal weights or optimizers, or one for each of some shards with equal weights.
+
+    ``root``: the folder of the earlier checkpoint.
+    """
     earlier = before.scan(*_READ, root=root)
     now, then = _progress_of(folder, sharded), _progress_of(earlier, scan_dcp_folders(earlier))
     is_sampled = not data and store_of(root) is None
@@ -107,13 +160,14 @@ def _judged(
     moved = next((name for name in known if now.counters[name] > then.counters[name]), "")
     words = ("weights",) * same_weights + ("optimizer state",) * same_optimizers
     path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
-    if not moved:
+    if not moved and not shards:
         are_equal_counters = all(now.counters[name] == then.counters[name] for name in known)
         has_no_optimizer = not optimizers and not any(
             one.role is Role.OPTIMIZER for one in (*folder.components, *earlier.components)
         )
         if same_weights and (same_optimizers or has_no_optimizer) and are_equal_counters:
             yield CopiedSave(path=path, save=before.name, state=state, sampled=is_sampled)
+    if not moved:
         return
     steps = now.counters[moved] - then.counters[moved]
     if not moved.startswith(_OWN_STEP) and now.may_have_skipped(steps, then):
@@ -127,7 +181,7 @@ def _judged(
         return
     rate = min(rates) if len(rates) == len(shown) else None
     is_sure = rate is not None and (same_optimizers or must_change(rate, dtypes_in(folder, sharded)))
-    yield (StaleSave if is_sure else DoubtfulSave)(
+    finding = (StaleSave if is_sure else DoubtfulSave)(
         path=path,
         save=before.name,
         state=state,
@@ -137,6 +191,13 @@ def _judged(
         rate=rate,
         sampled=is_sampled,
     )
+    if not shards:
+        yield finding
+        return
+    saved, of_earlier = list(saved_optimizers(folder, ())), list(saved_optimizers(earlier, ()))
+    for shard in shards:
+        if _is_trained(shard, folder, saved, root, of_earlier):
+            yield as_kind(OldShard if is_sure else DoubtfulShard, replace(finding, path=shard.path))
 
 
 _OWN_STEP = "step in "

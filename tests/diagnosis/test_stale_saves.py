@@ -284,7 +284,34 @@ def with_warm_up_from_a_save_before_it(output: Path) -> Path:
     return output
 
 
+def sharded_runs(output: Path, frozen: str = "-", **options: Any) -> Path:
+    """Train three steps, and save each as shards. ``frozen``: in the names of the parameters that are not trained."""
+    trainer = trainer_in(output, learning_rate=1e-3, max_grad_norm=0.0, **options)
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    model = trainer.model
+    save = model.save_pretrained
+    model.save_pretrained = lambda *args, **kwargs: save(*args, **{**kwargs, "max_shard_size": "1KB"})
+    trainer.args.save_steps = 1
+    trainer.train()
+    assert len(list((output / "checkpoint-1").glob("model-*.safetensors"))) > 2
+    return output
+
+
+def in_shards_with_a_frozen_base(output: Path) -> Path:
+    return sharded_runs(output, frozen="bert")
+
+
+def in_shards_with_frozen_embeddings(output: Path) -> Path:
+    return sharded_runs(output, frozen="embeddings")
+
+
+def in_shards_with_a_rate_of_0(output: Path) -> Path:
+    return sharded_runs(output, lr_scheduler_type="linear", warmup_steps=2)
+
+
 HEALTHY = [
+    in_shards_with_a_frozen_base, in_shards_with_frozen_embeddings, in_shards_with_a_rate_of_0,
     with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
     of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter, of_a_head, with_copies,
     with_skipped_steps, with_a_schedule_that_moves_anyway, of_rows_at_the_end,
@@ -389,6 +416,27 @@ def test_a_scale_that_fell_less_often_than_steps_were_counted_proves_a_step(
     torch.save({**scaler, "scale": scale}, folder / "scaler.pt")
     shutil.rmtree(output / "checkpoint-4")
     assert "".join(severity for severity, _ in told(folder)) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
+    """The others were new, so that the weights differed, and the folder was clean."""
+    run_folder = sharded_runs(tmp_path / "run")
+    # The first one has an embedding alone, in which the words of the first rows were in no batch.
+    _, *names = sorted(path.name for path in (run_folder / "checkpoint-2").glob("model-*.safetensors"))
+    for name in names:
+        new = (run_folder / "checkpoint-3" / name).read_bytes()
+        folder = copied(run_folder, name)
+        for options in ({}, {"data": True}):
+            ((severity, words),) = told(folder, **options)
+            assert severity == "warning"
+            assert words.startswith(
+                f"{name}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} went from 2 to 3"
+            )
+        (folder / name).write_bytes(new)
+    copied(run_folder, *names[:2])
+    assert [words.partition(":")[0] for _, words in told(folder)] == names[:2]
+    assert run(["check", "-r", str(run_folder)]) == 1
 
 
 def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:

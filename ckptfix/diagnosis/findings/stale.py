@@ -62,6 +62,28 @@ class DoubtfulSave(StaleSave):
     severity = Severity.NOTE
 
 
+class OldShard(StaleSave):
+    """A shard with the weights of an earlier checkpoint, next to shards with new ones."""
+
+    __slots__ = ()
+
+    @property
+    def advice(self) -> str:
+        """Advice to get the shard of this save."""
+        return (
+            f"the model is mixed of two saves: copy {self.path} again from where the checkpoint came, or resume from "
+            f"{self.save}. If the script did not train these weights, ignore this"
+        )
+
+
+class DoubtfulShard(OldShard):
+    """The same where the learning rate is not known, or the weights have 16 bits."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+
 class CopiedSave(StaleSave):
     """Two checkpoints with equal counters and tensors: one is a copy, or nothing was trained between the two saves."""
 
