@@ -21,7 +21,11 @@ from ckptfix.diagnosis.bundled_optimizers import bundles_of, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
-from ckptfix.diagnosis.empty_optimizers import diagnose_empty_bundles, diagnose_empty_optimizers
+from ckptfix.diagnosis.empty_optimizers import (
+    diagnose_empty_bundles,
+    diagnose_empty_optimizers,
+    diagnose_uncounted_steps,
+)
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
 from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import (
@@ -294,6 +298,7 @@ def diagnose(
             step = trainer.step if not folder.is_save_state else None
             findings += diagnose_progress(folder, optimizers, damaged, neighbours, step)
             findings += diagnose_empty_optimizers(folder, sharded, optimizers, damaged, neighbours, step)
+            findings += diagnose_uncounted_steps(folder, optimizers, damaged, step)
             findings += diagnose_empty_schedulers(folder, neighbours)
             findings += diagnose_other_schedules(folder, damaged, neighbours)
         # After the optimizers: they are compared with intact weights, and both families of a model are.

@@ -20,7 +20,9 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.bundled_optimizers import Bundle
 from ckptfix.diagnosis.findings.inconsistent import EmptyOptimizer, LostMoments
+from ckptfix.diagnosis.findings.misplaced import PerhapsUncounted, UncountedSteps
 from ckptfix.diagnosis.optimizer_kinds import kind_of
+from ckptfix.diagnosis.optimizer_values import FEW_STEPS, made_no_step
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
@@ -77,6 +79,24 @@ def diagnose_empty_optimizers(
             yield kind(
                 path=path, names=(), parameters=parameters, evidence=evidence, is_in_dcp=path in in_dcp
             )
+
+
+def diagnose_uncounted_steps(
+    folder: CheckpointFolder,
+    optimizers: Sequence[SavedOptimizer],
+    damaged: frozenset[PurePosixPath],
+    step: int | None,
+) -> Iterator[UncountedSteps]:
+    """Yield the optimizers that made no step by their own count, next to the ``step`` of ``trainer_state.json``.
+
+    All but Adagrad make states in their first step, and count it. Of an Adagrad fp16 may have skipped every step.
+    """
+    moves = _moves(folder)
+    for saved in optimizers if (step or 0) > FEW_STEPS else ():
+        is_known = saved.path not in damaged and _keeps_states(saved) and any(saved.states.values())
+        if is_known and made_no_step(folder.root, saved):
+            kind = UncountedSteps if moves else PerhapsUncounted
+            yield kind(path=saved.path, partner=TRAINER_STATE, moves=0, step=step or 0)
 
 
 def diagnose_empty_bundles(folder: CheckpointFolder, bundles: Sequence[Bundle]) -> Iterator[EmptyOptimizer]:

@@ -97,6 +97,17 @@ def steps_of(root: Path, saved: SavedOptimizer) -> int:
     return 0
 
 
+def made_no_step(root: Path, saved: SavedOptimizer) -> bool:
+    """Return whether an optimizer counts its steps, and made none. Reads one step of a healthy one."""
+    tensors = [states[_STEP] for states in saved.tensors.values() if _STEP in states]
+    if not tensors:
+        return saved.step == 0
+    with OpenFiles() as files, suppress(CkptfixError, OSError):
+        values = _Values(root, files, saved)
+        return all(not any(b"".join(values.blocks(tensor, 8))) for tensor in _spread(tensors, _STEPS_READ))
+    return False
+
+
 def has_moved(root: Path, saved: SavedOptimizer, other: Path, earlier: SavedOptimizer, name: str) -> bool:
     """Return whether the beginning of a moment of a parameter differs from that in an earlier save, in ``other``."""
     with OpenFiles() as files, suppress(CkptfixError, OSError):

@@ -293,3 +293,37 @@ def test_steps_of_the_trainer_that_fp16_skipped_are_a_note(
         assert torch.load(root / "optimizer.pt", weights_only=True)["state"] == {}
         assert len(told(root)) == 1
         assert check(root).status == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optim", ["adamw_torch", "adagrad", "rmsprop", "sgd"])
+def test_an_optimizer_with_states_that_counts_no_step_of_the_trainer_is_told(
+    optim: str, tmp_path: Path
+) -> None:
+    """Each file was intact, and a resume took it: the first updates have another size than those of step 25."""
+    options = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
+    trainer = trainer_in(tmp_path, optim=optim, **options)
+    trainer.args.max_steps = trainer.args.save_steps = 25
+    trainer.train()
+    root = tmp_path / "checkpoint-25"
+
+    def mixed() -> list[tuple[str, str]]:
+        report = check(root)
+        return [(one.severity.value, str(one)) for one in report.findings if one.code == "mixed-saves"]
+
+    assert mixed() == []
+    state = torch.load(root / "optimizer.pt", weights_only=True)
+    assert state["state"]
+    for states in state["state"].values():
+        if "step" in states:
+            states["step"] = torch.zeros_like(states["step"])
+    torch.save(state, root / "optimizer.pt")
+    words = "optimizer.pt: 0 steps (expected 25, as in trainer_state.json)"
+    assert mixed() == ([("warning", words)] if optim != "sgd" else [])
+    schedule = torch.load(root / "scheduler.pt", weights_only=True)
+    torch.save({**schedule, "last_epoch": 0, "_step_count": 1}, root / "scheduler.pt")
+    assert ("note", words) in mixed() or optim == "sgd"
+    # A resume of few steps, of which fp16 may have skipped each.
+    progress = json.loads((root / "trainer_state.json").read_text())
+    (root / "trainer_state.json").write_text(json.dumps({**progress, "global_step": 16}))
+    assert words not in [told for _, told in mixed()]

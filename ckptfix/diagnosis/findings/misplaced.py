@@ -295,5 +295,27 @@ class MixedSteps(MixedSaves):
         )
 
 
+class UncountedSteps(MixedSteps):
+    """An optimizer with states that made no step by its own count."""
+
+    __slots__ = ()
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one save together."""
+        return (
+            "the Trainer resumes without an error, and the optimizer corrects its moments as in the first step: copy "
+            "all files of one save again, or resume from another checkpoint"
+        )
+
+
+class PerhapsUncounted(UncountedSteps):
+    """The same where the schedule did not move: fp16 may have skipped every step."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+
 def _as_in(save: str) -> str:
     return f"; it is of the save of {save}" if save else ""
