@@ -83,6 +83,7 @@ INCOMPLETE = ("incomplete-adapter", "error")
 DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str, tuple[str, str]]] = {
     "behind _orig_mod": (behind("_orig_mod."), "0 of 8", DEAD),
     "behind module": (behind("module."), "0 of 8", DEAD),
+    "behind _forward_module": (behind("_forward_module."), "0 of 8", DEAD),
     "behind both": (behind("_orig_mod.module."), "0 of 8", DEAD),
     "behind module twice": (behind("module.module."), "0 of 8", DEAD),
     "in part behind module": (in_first_layer(lambda key: f"module.{key}"), "4 of 8", DEAD),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,14 @@ def damaged(root: Path, damage: Callable[[Tensors], Tensors]) -> dict[str, torch
 
 @pytest.mark.parametrize(
     "name",
-    ["behind _orig_mod", "behind module", "behind both", "behind module twice", "in part behind module"],
+    [
+        "behind _orig_mod",
+        "behind module",
+        "behind both",
+        "behind module twice",
+        "behind _forward_module",
+        "in part behind module",
+    ],
 )
 def test_wrappers_before_the_keys(name: str, tmp_path: Path) -> None:
     tensors = damaged(tmp_path, DAMAGES[name][0])
@@ -172,18 +180,102 @@ def test_keys_that_transformers_loads_stay_unless_asked_for(name: str, tmp_path:
     assert check(tmp_path).findings == ()
 
 
-def test_a_wrapper_inside_of_the_keys_needs_keys_bare(tmp_path: Path) -> None:
-    """The base was compiled before it was adapted: a script that compiles it again finds these keys."""
-    tensors = lora(tmp_path)
-    compiled = renamed(lambda key: key.replace("base_model.model.", "base_model.model._orig_mod."))(tensors)
-    write(tmp_path, compiled)
+class _FabricModule(torch.nn.Module):  # type: ignore[misc]
+    """What ``setup`` of Lightning's Fabric puts around a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._forward_module = model
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self._forward_module(*args, **options)
+
+
+def with_compiled_layers(model: Any) -> Any:
+    model.model.layers = torch.nn.ModuleList(map(torch.compile, model.model.layers))
+    return model
+
+
+WRAPS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "base_model.model.module.model.": torch.nn.DataParallel,
+    "base_model.model._orig_mod.model.": torch.compile,
+    "base_model.model._forward_module.model.": _FabricModule,
+    "base_model.model.model.layers.0._orig_mod.": with_compiled_layers,
+    "base_model.model.module._orig_mod.model.": lambda model: torch.nn.DataParallel(torch.compile(model)),
+}
+
+
+def trained(root: Path, model: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    model.save_pretrained(str(root))
+    return dict(load_file(root / NAME))
+
+
+@pytest.mark.parametrize("begin", [begin for begin in WRAPS if "layers" not in begin])
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_a_base_that_was_wrapped_after_it_was_adapted(begin: str, task: str | None, tmp_path: Path) -> None:
+    """PEFT and whatever loads the base by its name find none of these keys."""
+    base: Any = llama()
+    base.name_or_path = "somebody/llama"
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
+    )
+    model.base_model.model = WRAPS[begin](base)
+    tensors = trained(tmp_path, model)
+    assert next(iter(tensors)).startswith(begin)
     assert live(tmp_path, tensors) == "0 of 8"
-    assert live(tmp_path, dict(compiled), lambda: torch.compile(llama())) == "8 of 8"
     assert [(each.code, each.severity.value) for each in check(tmp_path).findings] == [
-        ("wrapper-prefix", "note")
+        ("dead-adapter", "error")
     ]
-    assert run(["repair", str(tmp_path), "--keys", "bare"]) == 0
-    assert live(tmp_path, tensors) == "8 of 8"
+    before = contents(tmp_path)
+    assert repair(tmp_path).status == 0
+    model.base_model.model = base
+    assert live(tmp_path, peft.get_peft_model_state_dict(model)) == "8 of 8"
+    assert check(tmp_path).findings == ()
+    undo(tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("begin", WRAPS)
+def test_a_base_that_was_wrapped_before_it_was_adapted(begin: str, tmp_path: Path) -> None:
+    """A script that wraps it again finds these keys."""
+
+    def wrapped() -> Any:
+        base: Any = llama()
+        base.name_or_path = "somebody/llama"
+        return WRAPS[begin](base)
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    tensors = trained(tmp_path, peft.get_peft_model(wrapped(), config))
+    assert live(tmp_path, tensors) == "0 of 8"
+    assert live(tmp_path, tensors, wrapped) == "8 of 8"
+    assert [(each.code, each.severity.value) for each in check(tmp_path).findings] == [
+        ("dead-adapter", "note")
+    ]
+    assert repair(tmp_path).steps == ()
+    repair(tmp_path, policy=ALLOWED)
+    loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path))
+    values = peft.get_peft_model_state_dict(loaded).values()
+    assert all(map(torch.equal, values, tensors.values()))
+    assert check(tmp_path).findings == ()
+
+
+class Own(torch.nn.Module):  # type: ignore[misc]
+    """A model of a script whose own module has the name of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = llama()
+
+
+def test_a_module_of_the_script_itself_is_no_wrapper(tmp_path: Path) -> None:
+    tensors = saved(tmp_path, peft.LoraConfig(r=4, target_modules=["q_proj"]), Own)
+    assert next(iter(tensors)).startswith("base_model.model.module.model.")
+    assert live(tmp_path, tensors, Own) == "4 of 4"
+    assert check(tmp_path).findings == ()
 
 
 def test_shards_with_their_index(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ class UnusedKeys(Finding):
 
     ``tensors``: those that stay unused, ``total``: all of the file. ``key``: one that the file has, ``expected``: the
     same as the loader looks for it. ``remove``, ``insert``: the segments before the keys, as they are and as they
-    should be. ``names``: the names of adapters in the keys.
+    should be. ``inner``: private wrappers are inside of the keys, too. ``names``: the names of adapters in the keys.
     """
 
     tensors: int
@@ -26,6 +26,7 @@ class UnusedKeys(Finding):
     expected: str
     remove: tuple[str, ...] = ()
     insert: tuple[str, ...] = ()
+    inner: bool = False
     names: tuple[str, ...] = ()
 
     effect: ClassVar[str]
@@ -42,7 +43,7 @@ class UnusedKeys(Finding):
 
         ``adapter``: the name of an adapter to take out of them, "" for none.
         """
-        return KeyMap(remove=self.remove, insert=self.insert, adapter=adapter)
+        return KeyMap(remove=self.remove, insert=self.insert, inner=self.inner, adapter=adapter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class DeadAdapter(UnusedKeys):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a PEFT adapter begin with a wrapper (`_orig_mod.`, `module.`) or have the adapter's name in them: "
+        "the keys of a PEFT adapter have a wrapper (`_orig_mod.`, `module.`) or the adapter's name in them: "
         "PEFT loads none of these tensors, and the model answers as its base does"
     )
 
@@ -108,6 +109,15 @@ class ForeignAdapter(DoubtfulAdapter):
 
     severity = Severity.NOTE
     effect = "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers loads them"
+
+
+class AdapterOfWrapped(DoubtfulAdapter):
+    """Keys with wrappers inside, as of a base that was wrapped before it was adapted."""
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+    effect = "PEFT leaves {tensors} unused if its base is not wrapped"
 
 
 class UnusedAdapter(DeadAdapter):

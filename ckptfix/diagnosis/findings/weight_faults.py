@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.load_faults import UnusedKeys
@@ -12,8 +11,7 @@ from ckptfix.diagnosis.findings.load_faults import UnusedKeys
 class DeadWeights(UnusedKeys):
     """Weights behind a prefix that their class does not have.
 
-    ``model``: that class, ``version``: of transformers. ``inner``: private wrappers are inside of the keys, too.
-    ``reason``: what else may load the keys, "" for nothing.
+    ``model``: that class, ``version``: of transformers. ``reason``: what else may load the keys, "" for nothing.
     """
 
     code = "dead-weights"
@@ -26,17 +24,12 @@ class DeadWeights(UnusedKeys):
 
     model: str
     version: str
-    inner: bool = False
     reason: str = ""
 
     effect: ClassVar[str] = "from_pretrained leaves {tensors} unused, and the weights random"
 
     def __str__(self) -> str:
         return f"{UnusedKeys.__str__(self)}, by the keys of {self.model} in transformers {self.version}"
-
-    def key_map(self, adapter: str) -> KeyMap:
-        """Return the map to the keys of the class. ``adapter``: none has a name here."""
-        return KeyMap(remove=self.remove, inner=self.inner)
 
 
 class DoubtfulWeights(DeadWeights):

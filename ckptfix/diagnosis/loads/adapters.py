@@ -8,21 +8,25 @@ without a key stays as it was made, and another shape is a RuntimeError.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.keys import (
+    PRIVATE_WRAPPERS,
+    WRAPPERS,
+    KeyMap,
     adapter_name,
     dotted,
     is_of_adapter,
-    leading_wrappers,
     without_adapter_name,
 )
 from ckptfix.checkpoint.load_inputs import Config, Load
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.load_faults import (
+    AdapterOfWrapped,
     DeadAdapter,
     DoubtfulAdapter,
     DoubtfulParts,
@@ -44,6 +48,17 @@ from ckptfix.wording import count_of, list_names, series
 
 BASE: tuple[str, ...] = ("base_model", "model")
 """Segments before every key of an adapter: the attributes of ``PeftModel`` and of its tuner."""
+
+_WRAPPERS = WRAPPERS | {"_forward_module"}
+"""Segments that wrappers add to keys, Lightning's ``_FabricModule`` too."""
+
+_CLASSES_OF_MODULE = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "DeepSpeedEngine",
+)
+"""Wrappers whose segment is ``module``, a name that a script's own class may use, too."""
 
 _PROMPTS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 _PROMPT = "prompt_embeddings"
@@ -113,7 +128,7 @@ def judge_adapter(load: Load) -> LoadVerdict:
     explained: set[tuple[type[Finding], PurePosixPath]] = {
         (kind, file)
         for finding in findings
-        if isinstance(finding, DeadAdapter) and finding.remove
+        if isinstance(finding, DeadAdapter) and (finding.remove or finding.inner)
         for kind in (NestedPrefix, WrapperPrefix)
         for file in load.files
     }
@@ -177,8 +192,11 @@ class _Names:
     def __init__(self, load: Load, kind: str) -> None:
         self._load = load
         self._is_prompt = kind in _PROMPTS
-        self._chains = {key: chain for key in load.tensors if (chain := _wrappers(key))}
-        self._bare = {key: key[len(dotted(self._chains.get(key, ()))) :] for key in load.tensors}
+        is_module = _is_module_a_wrapper(load.config)
+        self._maps = {
+            key: key_map for key in load.tensors if (key_map := _without_wrappers(key, is_module)) is not None
+        }
+        self._bare = {key: self._maps[key](key) if key in self._maps else key for key in load.tensors}
         self._names = {
             key: name
             for key, bare in self._bare.items()
@@ -193,34 +211,41 @@ class _Names:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings about keys that PEFT does not look for."""
-        if not self._chains and not self._names:
+        if not self._maps and not self._names:
             yield from self._foreign()
             return
-        chains = Counter(self._chains.values())
+        maps = Counter(self._maps.values())
+        key_map = maps.most_common(1)[0][0] if maps else KeyMap(remove=())
         names = tuple(sorted(set(self._names.values())))
-        dead = [key for key in self._load.tensors if key in self._chains or key in self._names]
+        dead = [key for key in self._load.tensors if key in self._maps or key in self._names]
         facts: dict[str, Any] = {
             "path": self._load.path,
             "tensors": len(dead),
             "total": len(self._load.tensors),
             "key": dead[0],
             "expected": without_adapter_name(self._bare[dead[0]], self._names.get(dead[0], "")),
-            "remove": chains.most_common(1)[0][0] if chains else (),
+            "remove": key_map.remove,
+            "insert": key_map.insert,
+            "inner": key_map.inner,
             "names": names,
         }
-        if self._collides and not chains:
+        if self._collides and not maps:
             yield UnusedAdapter(**facts)
         elif self.are_several:
             yield SeveralAdapters(**facts)
-        elif len(chains) > 1:
+        elif len(maps) > 1:
             reason = "its keys begin with several wrappers, and a repair removes one of them"
             yield DoubtfulAdapter(**facts, reason=reason)
+        elif key_map.inner or (key_map.insert and not self._load.config.get("base_model_name_or_path")):
+            # PEFT records the name of a base that is not wrapped itself when it is adapted.
+            reason = "a script that wraps its base before it adds the adapter finds these keys"
+            yield AdapterOfWrapped(**facts, reason=reason)
         elif self._load.states_of == "save_state":
             yield DoubtfulAdapter(**facts, reason="a load hook of the script may look for these keys")
         elif self._names and self._has_unnamed:
             reason = "only some of the keys have a name, so they may be of two adapters"
             yield DoubtfulAdapter(**facts, reason=reason)
-        elif names == ("default",) and not chains:
+        elif names == ("default",) and not maps:
             yield NamedAdapter(**facts)
         else:
             yield DeadAdapter(**facts)
@@ -252,11 +277,42 @@ class _Names:
         )
 
 
-def _wrappers(key: str) -> tuple[str, ...]:
-    """Return the wrappers before a key of PEFT; a module of the base model may have such a name, too."""
-    chain = leading_wrappers(key)
-    rest = key[len(dotted(chain)) :]
-    return chain if rest == _PROMPT or rest.startswith("base_model.") else ()
+def _is_module_a_wrapper(config: Config) -> bool:
+    """Return whether ``module`` before every module of the base is a wrapper, by what PEFT says about the base.
+
+    PEFT records the name of a model of transformers, of which no class has such a module, or else the class.
+    """
+    of_base = config.get("auto_mapping")
+    if isinstance(of_base, dict):
+        return of_base.get("base_model_class") in _CLASSES_OF_MODULE
+    return bool(config.get("base_model_name_or_path"))
+
+
+def _without_wrappers(key: str, is_module: bool) -> KeyMap | None:
+    """Return what takes the wrappers off a key of PEFT, and out of it; None where it has none.
+
+    ``is_module``: ``module`` is a wrapper where the base begins, too. Elsewhere a module of the base may have the name.
+    """
+    segments = key.split(".")
+    at = next((at for at, segment in enumerate(segments) if segment not in _WRAPPERS), 0)
+    before, rest = tuple(segments[:at]), segments[at:]
+    if rest[0] != "base_model":
+        return KeyMap(remove=before) if before and rest == [_PROMPT] else None
+    wrappers = _WRAPPERS if is_module else _WRAPPERS - {"module"}
+    inside = tuple(takewhile(wrappers.__contains__, rest[len(BASE) : -1])) if tuple(rest[:2]) == BASE else ()
+    if not PRIVATE_WRAPPERS.isdisjoint(rest[len(BASE) + len(inside) : -1]):
+        before, inside = (
+            tuple(segment for segment in chain if segment not in PRIVATE_WRAPPERS)
+            for chain in (before, inside)
+        )
+        is_inner = True
+    else:
+        is_inner = False
+    if not (before or inside or is_inner):
+        return None
+    return KeyMap(
+        remove=(*before, *BASE, *inside) if inside else before, insert=BASE if inside else (), inner=is_inner
+    )
 
 
 def _parameter(key: str, expected: str, shape: tuple[int, ...], kind: str) -> _Parameter | None:
