@@ -183,6 +183,70 @@ def test_plain_weights_under_a_config_that_names_a_method(name: str, tmp_path: P
         assert load(root) == outcome
 
 
+LOST: dict[str, tuple[str, str, str]] = {
+    "no scales": ("bnb 8", ".SCB", "14 weights without a part"),
+    "one scale is gone": ("bnb 8", "0.self_attn.q_proj.SCB", "1 weight without a part"),
+    "a scale without its weight": ("bnb 8", "0.self_attn.q_proj.weight", "q_proj.weight'"),
+    "no scales of 4 bits": ("bnb 4", ".absmax", "14 weights without a part"),
+    "no map": ("bnb 4", "0.self_attn.q_proj.weight.quant_map", "1 weight without a part"),
+    "no state": ("bnb 4", "0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4", "bitsandbytes__nf4'"),
+    "blocks alone": ("mxfp4", "0.mlp.experts.down_proj_scales", "1 weight without a part"),
+    "scales alone": ("mxfp4", "0.mlp.experts.down_proj_blocks", "down_proj_blocks'"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_quantized_weight_without_one_of_its_parts(what: str, tmp_path: Path) -> None:
+    name, end, words = LOST[what]
+    root = model(tmp_path, name, configured=True, quantized=True)
+    write(root, {key: each for key, each in tensors_of(root).items() if not key.endswith(end)})
+    if name == "mxfp4":
+        assert load(root) == "RuntimeError"
+    ((severity, message),) = verdicts(root)
+    assert severity == "error"
+    assert words in message
+    # FSDP gathers parameters alone, and the script may load these.
+    (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    assert verdicts(root) == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_bitsandbytes_needs_every_part(bits: int, storage: str, is_nested: bool, tmp_path: Path) -> None:
+    """Without nested_absmax alone it loads, and answers otherwise."""
+    pytest.importorskip("bitsandbytes")
+    options = transformers.BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_use_double_quant=is_nested,
+    )
+    llama = transformers.LlamaForCausalLM
+    plain = model(tmp_path / "plain", f"bnb {bits}", configured=False, quantized=False)
+    root, ids = tmp_path / "quantized", torch.arange(8)[None]
+    llama.from_pretrained(plain, quantization_config=options, device_map="cpu").save_pretrained(root)
+    before, tensors = llama.from_pretrained(root)(ids).logits, tensors_of(root)
+    assert verdicts(root) == []
+    for key in [key for key in tensors if "0.self_attn.q_proj." in key]:
+        write(root, {each: tensor for each, tensor in tensors.items() if each != key})
+        try:
+            is_same = torch.equal(llama.from_pretrained(root)(ids).logits, before)
+        except (RuntimeError, AttributeError, ValueError):
+            is_same = False
+        assert bool(verdicts(root)) is not is_same, key
+
+
+def test_fp8_without_any_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = model(tmp_path, "fp8", configured=True, quantized=True)
+    write(root, {key: each for key, each in tensors_of(root).items() if not key.endswith("_scale_inv")})
+    ((severity, message),) = verdicts(root)
+    assert severity == "warning"
+    assert "leaves their scales random" in message
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
+    assert load(root) == "14 random, 0 unused"
+
+
 def test_on_a_gpu_plain_weights_under_fp8_have_no_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,8 +105,9 @@ class QuantizationMismatch(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` names a method of quantization, and no tensor is in its format, or tensors are, and the config "
-        "names none: `from_pretrained` of transformers fails, or takes numbers for weights that are none"
+        "`config.json` names a method of quantization, and no tensor is in its format, or a weight lacks a part of it, "
+        "or tensors are, and the config names none: `from_pretrained` of transformers fails, or takes numbers for "
+        "weights that are none"
     )
 
     method: str
@@ -153,6 +154,25 @@ class ForeignQuantization(QuantizationMismatch):
     __slots__ = ()
 
     severity = Severity.NOTE
+
+
+class IncompleteQuantization(QuantizationMismatch):
+    """Weights in the format that the config names, without one of its parts. ``key``: the first that is missing."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {count_of(self.tensors, 'weight')} without a part of the format of {self.method} (expected "
+            f"keys like {self.key!r}); {self.effect}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to get the lost tensors again."""
+        return (
+            "copy the weights again from where they came, or quantize the model again and save it as a whole"
+        )
 
 
 class UnnamedMethod(Finding):

@@ -11,18 +11,21 @@ Measured with transformers 5.23.0 and 4.57.3, bitsandbytes 0.50.2. A config with
 | fp8 | 5.23 on a GPU leaves the scales random, on a CPU it loads them | 5.23 takes weights without their scales |
 | mxfp4 | 5.23 loads them; 4.57 fails with a KeyError | both leave the experts random |
 
+A quantized weight without one of its parts (``SCB``, ``absmax``) fails in the load, or in the first forward.
 A ``quant_method`` that transformers does not know is skipped, and others have formats that are not listed here.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import CONFIG
+from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.config_faults import (
     DoubtfulQuantization,
     ForeignQuantization,
+    IncompleteQuantization,
     QuantizationMismatch,
     UnnamedMethod,
 )
@@ -37,7 +40,7 @@ class _Format(NamedTuple):
 
     ``method``: in words. ``has``: returns whether a key is in the format. ``key``: an example. ``of_plain``: of a load
     of plain weights under a config that names the method, ``kind``: the finding. ``of_unnamed``: of a load of weights
-    in this format under a config without any.
+    in this format under a config without any. ``parts``: ends of the keys of one weight, none where not all are known.
     """
 
     method: str
@@ -46,6 +49,7 @@ class _Format(NamedTuple):
     of_plain: str
     kind: type[QuantizationMismatch]
     of_unnamed: str
+    parts: tuple[str, ...] = ()
 
 
 def _ends(pattern: str) -> Callable[[str, Tensors], bool]:
@@ -68,6 +72,8 @@ def _is_block(key: str, tensors: Tensors) -> bool:
     return key.endswith("_blocks") and f"{key.removesuffix('_blocks')}_scales" in tensors
 
 
+_STATE = ".weight.quant_state.bitsandbytes__nf4"
+
 _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
     _Format(
         "bitsandbytes with 4 bits",
@@ -76,6 +82,7 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "transformers 5.23 loads the weights and fails in the first forward, 4.57 fails to load them",
         QuantizationMismatch,
         "transformers fails with 'size mismatch'",
+        (".weight", ".weight.absmax", ".weight.quant_map", _STATE),
     ),
     _Format(
         "bitsandbytes with 8 bits",
@@ -84,6 +91,7 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "transformers 5.23 loads the weights and fails in the first forward, 4.57 quantizes them",
         DoubtfulQuantization,
         "transformers 5.23 takes the 8-bit numbers for weights, without an error",
+        (".weight", ".SCB"),
     ),
     _Format(
         "gptq",
@@ -116,6 +124,7 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "transformers 5.23 loads the weights, 4.57 fails with a KeyError",
         ForeignQuantization,
         "transformers leaves the experts random",
+        ("_blocks", "_scales"),
     ),
 )
 
@@ -154,12 +163,47 @@ def judge_quantized(load: Load) -> LoadVerdict:
     if known is None:
         words = f"{load.path} against quantization_config: its method {method!r} is not known here"
         return LoadVerdict(unchecked=(words,))
-    if any(_may_be_quantized(key, load.tensors) for key in load.tensors):
-        return LoadVerdict()
-    mismatch = known.kind(
-        path=load.path, method=known.method, tensors=0, key=known.key, effect=known.of_plain
+    quantized = [key for key in load.tensors if _may_be_quantized(key, load.tensors)]
+    if known is _FP8 and quantized and all(load.tensors[key].dtype.startswith("F8_E") for key in quantized):
+        effect = "on a GPU transformers 5.23 leaves their scales random, on a CPU it takes the weights without them"
+    elif quantized:
+        return LoadVerdict(tuple(_lacking(load, known)))
+    else:
+        effect = known.of_plain
+    return LoadVerdict(
+        (known.kind(path=load.path, method=known.method, tensors=0, key=known.key, effect=effect),)
     )
-    return LoadVerdict((mismatch,))
+
+
+def _lacking(load: Load, known: _Format) -> Iterator[Finding]:
+    """Yield the finding about quantized weights without all of their parts."""
+    # The parameters alone are what FSDP gathers, and the script of a save_state may load them so.
+    if not known.parts or load.states_of == "save_state":
+        return
+    part_of = re.compile(f"(.*)({'|'.join(map(re.escape, sorted(known.parts, key=len, reverse=True)))})")
+    parts: dict[str, set[str]] = {}
+    for key, tensor in load.tensors.items():
+        match = part_of.fullmatch(re.sub("__fp4$", "__nf4", key))
+        # Plain weights lie next to quantized ones.
+        if match and (match[2] != ".weight" or tensor.dtype in ("I8", "U8")):
+            parts.setdefault(match[1], set()).add(match[2])
+    missing: dict[str, str] = {}
+    for stem, present in parts.items():
+        absmax = load.tensors.get(f"{stem}.weight.absmax")
+        is_nested = absmax is not None and absmax.dtype == "U8"
+        nested = [f".weight.nested_{part}" for part in ("absmax", "quant_map") if is_nested]
+        for part in (*(part for part in known.parts if part not in present), *nested):
+            # Another dtype for the storage, such as of FSDP.
+            if stem + part not in load.tensors:
+                missing.setdefault(stem, stem + part)
+    if missing:
+        yield IncompleteQuantization(
+            path=load.path,
+            method=known.method,
+            tensors=len(missing),
+            key=next(iter(missing.values())),
+            effect="transformers fails in the load or in the first forward, or takes wrong numbers",
+        )
 
 
 def _settings(config: Mapping[str, Any]) -> Any:
