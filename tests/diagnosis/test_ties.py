@@ -120,6 +120,41 @@ def test_a_base_model_under_the_name_of_the_class_with_the_head(tmp_path: Path) 
     assert verdicts(tmp_path) == []
 
 
+IN_MEMORY = (
+    "CohereAsrForConditionalGeneration",
+    "GPTNeoXForCausalLM",
+    "Inkling2ForCausalLM",
+    "LlavaForConditionalGeneration",
+    "MistralLarge4ForConditionalGeneration",
+    "MllamaForConditionalGeneration",
+    "UltrabertForMaskedLM",
+)
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_head_under_its_name_in_memory_is_there(name: str, tmp_path: Path) -> None:
+    """Such as accelerate's save_model writes it: a load takes both names."""
+    model = tiny(name)
+    model.config.architectures = [name]
+    model.config.save_pretrained(tmp_path)
+    write(tmp_path, model.state_dict())
+    assert load(tmp_path) == "complete"
+    assert check(tmp_path).findings == ()
+
+
+def test_a_text_model_of_other_names_in_a_model_of_images_does_not_lack_its_head(tmp_path: Path) -> None:
+    """The head is there, so that neither the weights nor the setting of the tie are to be changed."""
+    tiny("LlavaForConditionalGeneration").save_pretrained(tmp_path)
+    tensors = {
+        key.replace("language_model.model.", "model.").replace("language_model.", ""): each
+        for key, each in tensors_of(tmp_path).items()
+    }
+    write(tmp_path, tensors)
+    assert load(tmp_path) == "20 random, 20 unused"
+    assert verdicts(tmp_path) == []
+    assert any("ckptfix check --load" in words for words in check(tmp_path).not_checked)
+
+
 def test_a_head_behind_a_prefix_or_quantized_is_there(tmp_path: Path) -> None:
     tensors = llama(tmp_path, tied=False)
     write(tmp_path, {f"module.{key}": each for key, each in tensors.items()})

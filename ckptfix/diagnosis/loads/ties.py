@@ -94,8 +94,9 @@ def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
         return
     if any(re.search(pattern, known.head) for pattern in known.missing) or known.head in known.unsaved:
         return
-    # A base model under the name of the class with the head: it is loaded without one.
-    if not any(pattern_of(key) in known.keys for key in load.tensors):
+    # Without the embedding, too, the head may be there under another name: in memory keys of Llava, Mllama and Inkling2
+    # differ from those on the disk. Or it is a base model, which is loaded without a head.
+    if not any(pattern_of(key) == known.embedding for key in load.tensors):
         return
     flags = [flag for flag, ties in known.ties.items() if known.head in ties or known.head in ties.values()]
     if any(known.is_tied(load.config, flag) is not False for flag in flags):
