@@ -58,6 +58,7 @@ _READ_TEXT = """
     dp_world_size mp_world_size sparse_tensor_module_names"""
 _READ_HERE = frozenset(_READ_TEXT.split())
 _MODULE, _FRAGMENTS = ("module",), ("frozen_param_fragments",)
+_HALF = ("fp16", "bf16")
 _SIZE = ("torch.Size",)
 _SIZES = (*_SIZE, "tuple", "list")
 _FIRST_WITH_SHARED = (0, 9)
@@ -97,6 +98,7 @@ class ModelStates:
     and ``fragments`` of them. ``leaves_frozen_out``: the save has no place for them. ``shared``: other name -> name
     of a tied parameter. ``ranks`` and ``parallel``: numbers of processes that data and model were divided among.
     ``is_dealt``: the shapes of a group are in the order in which ``round_robin_gradients`` dealt them to the ranks.
+    ``has_fp32_masters``: the configuration leaves the weights that the optimizer updates in fp32; False where unknown.
     ``left``: its other contents. ``saved_rank``: the rank in the name that the file was saved under. ``checksums``:
     record of a storage -> its CRC-32.
     """
@@ -115,6 +117,7 @@ class ModelStates:
     ranks: int | None
     parallel: int | None
     is_dealt: bool
+    has_fp32_masters: bool
     left: tuple[str, ...]
     saved_rank: int | None
     checksums: Mapping[Piece, int] = field(repr=False)
@@ -209,6 +212,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
         ranks=_count(child(root, "dp_world_size")),
         parallel=_count(child(root, "mp_world_size")),
         is_dealt=_is_dealt(child(root, "ds_config")),
+        has_fp32_masters=_has_fp32_masters(child(root, "ds_config")),
         left=tuple(
             key.value
             for key, value in pairs(root)
@@ -350,6 +354,14 @@ def _is_dealt(config: object) -> bool:
     return child(zero, "round_robin_gradients") is True and child(zero, "stage") in (1, 2)
 
 
+def _has_fp32_masters(config: object) -> bool:
+    """DeepSpeed 0.19 keeps others only by ``fp16_master_weights_and_grads``, or the same of ``bf16``."""
+    lower = (
+        child(section, f"{kind}_master_weights_and_grads") for _, section in pairs(config) for kind in _HALF
+    )
+    return is_dict_like(config) and not any(value not in (None, False) for value in lower)
+
+
 def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
     visits = Visits()
     for group in items_of(node):
@@ -390,13 +402,18 @@ def read_models(files: DeepSpeedFiles) -> tuple[ModelStates, ...]:
     kept = [first]
     for model in others:
         # Without frozen parameters they repeat the first, but loads read each of them.
-        if (model.groups is None) != (first.groups is None):
+        # zero_to_fp32 cuts by those of the first file, in their order.
+        if _in_order(model) != _in_order(first):
             raise OperationError(
                 f"{model.path}: its param_shapes are not those of {first.path.name}; {AGAIN}"
             )
         if first.frozen:
             kept.append(model)
     return tuple(kept)
+
+
+def _in_order(model: ModelStates) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+    return None if model.groups is None else [list(shapes.items()) for shapes in model.groups]
 
 
 def ensure_one_save(
@@ -437,7 +454,14 @@ def ensure_one_save(
             raise OperationError(
                 f"{models[0].path}: the frozen {name!r} has {fragment.numel} elements, its shape {prod(shape)}; {AGAIN}"
             )
+    for one in optimizers if models[0].has_fp32_masters else ():
+        if dtypes := sorted({flat.dtype for flat in one.flats} - {"F32"}):
+            raise OperationError(
+                f"{one.path}: its partitions are {dtypes[0]}, and its run kept the weights that it trains in F32; "
+                f"{AGAIN}"
+            )
     _ensure_order(models[0], optimizers)
+    _ensure_shapes(models[0], optimizers)
 
 
 def _ensure_order(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> None:
@@ -488,6 +512,30 @@ def _expected_fragments(
     for rank, fragments in enumerate(parts):
         expected.setdefault(tuple(map(tuple, fragments)), []).append(rank)
     return expected
+
+
+def _ensure_shapes(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> None:
+    """Raise OperationError for shapes in another order than the fragments of all ranks, or of other sizes.
+
+    ``zero_to_fp32`` cuts the partitions by the shapes alone: other weights get the values, without an error.
+    """
+    groups = model.groups or ()
+    if any(len(states.fragments) != len(groups) for states in optimizers):
+        return
+    for number, shapes in enumerate(groups):
+        held: dict[str, int] = {}
+        for states in optimizers:
+            for name, numel in states.fragments[number]:
+                if numel is None:
+                    return
+                held[name] = held.get(name, 0) + numel
+        names = undealt(list(shapes), len(optimizers)) if model.is_dealt else shapes
+        wanted = {name: prod(shapes[name]) for name in names if prod(shapes[name])}
+        if held and list(held.items()) != list(wanted.items()):
+            raise OperationError(
+                f"{model.path}: its param_shapes of group {number} are in another order than the parameters in the "
+                f"optimizer states, or of other sizes; {AGAIN}"
+            )
 
 
 def undealt(names: Sequence[str], ranks: int) -> list[str]:

@@ -441,6 +441,80 @@ def test_exchanged_partitions_of_sub_groups(scenario: str, tmp_path: Path) -> No
     assert "the partition of sub-group 0 has " in str(finding)
 
 
+EDITED = """
+import sys
+import torch
+edit, *paths = sys.argv[1:]
+for path in paths:
+    states = torch.load(path, weights_only=False)
+    exec(edit)
+    torch.save(states, path)
+"""
+BACKWARDS = (
+    "states['param_shapes'] = [type(group)(reversed(group.items())) for group in states['param_shapes']]"
+)
+OF_MODEL, OF_OPTIMIZERS = "zero_pp_rank_0_*_model_states.pt", "*_optim_states.pt"
+ROUNDED = """
+optimizer = states["optimizer_state_dict"]
+for key in optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_groups"}:
+    optimizer[key] = [flat.detach().bfloat16() for flat in optimizer[key]]
+"""
+ROUNDS = "states['ds_config']['bf16'] = {'enabled': True, 'bf16_master_weights_and_grads': True}"
+OTHER_WEIGHTS = {
+    ("zero1-bf16", "mp_rank_00_model_states.pt", BACKWARDS): "param_shapes of group 0 are in another order",
+    ("zero2", "mp_rank_00_model_states.pt", BACKWARDS): "param_shapes of group 0 are in another order",
+    (
+        "zero2-round-robin",
+        "mp_rank_00_model_states.pt",
+        BACKWARDS,
+    ): "param_shapes of group 0 are in another order",
+    ("zero3", OF_MODEL, BACKWARDS): "param_shapes are not those of zero_pp_rank_0",
+    ("zero3-groups", OF_MODEL, BACKWARDS): "param_shapes are not those of zero_pp_rank_0",
+    (
+        "zero2",
+        OF_OPTIMIZERS,
+        ROUNDED,
+    ): "its partitions are BF16, and its run kept the weights that it trains in F32",
+    ("zero3-groups", OF_OPTIMIZERS, ROUNDED): "its partitions are BF16",
+}
+"""Checkpoint, files of it that are edited, and the edit -> what check says."""
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_states_that_zero_to_fp32_loads_as_other_weights(tmp_path: Path) -> None:
+    roots = []
+    for number, (scenario, files, edit) in enumerate(OTHER_WEIGHTS):
+        root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / f"{number}"))
+        run_edit(edit, root, files)
+        roots.append(root)
+    names = sorted({scenario for scenario, _, _ in OTHER_WEIGHTS})
+    loaded = zero_to_fp32(*roots, *(FIXTURES / name / "checkpoint" for name in names))
+    healthy = dict(zip(names, loaded[len(roots) :], strict=True))
+    for root, (scenario, _, _), words, weights in zip(
+        roots, OTHER_WEIGHTS, OTHER_WEIGHTS.values(), loaded, strict=False
+    ):
+        assert weights != healthy[scenario]
+        assert type(weights) is dict or "is invalid for input of size" in weights
+        (finding,) = check(root).findings
+        assert (finding.code, finding.severity.value) == ("malformed-file", "error")
+        assert words in str(finding)
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+@pytest.mark.parametrize("scenario", ["zero2", "zero3-groups"])
+def test_partitions_that_the_configuration_keeps_in_bf16(scenario: str, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / "saved"))
+    run_edit(ROUNDED, root, OF_OPTIMIZERS)
+    run_edit(ROUNDS, root, "*_model_states.pt")
+    assert codes(root) == []
+
+
+def run_edit(edit: str, root: Path, files: str) -> None:
+    """Edit files of states where DeepSpeed, whose objects are in them, can be imported."""
+    paths = map(str, root.glob(f"*/{files}"))
+    subprocess.run([sys.executable, "-c", EDITED, edit, *paths], check=True, env=variables(), timeout=300)
+
+
 def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield a name, model states that DeepSpeed cannot load or loads in part, and what check says of them."""
     module, buffer = states["module"], states["buffer_names"][0]
