@@ -183,6 +183,9 @@ _OF_AVERAGE = (
 )  # fmt: skip
 """Keys that ``EMAModel.save_pretrained`` adds to the config of its model (diffusers 0.42)."""
 
+_OF_NO_KEYS = frozenset((*_OF_AVERAGE, "_name_or_path", "dtype", "torch_dtype"))
+"""Keys of a config on which no name of a tensor depends."""
+
 
 class ConfigOfModel(NamedTuple):
     """A config as it determines the keys of a model. ``is_of_average``: ``EMAModel`` of diffusers wrote it."""
@@ -196,7 +199,7 @@ def config_of_model(folder: Path) -> ConfigOfModel | None:
     with suppress(OSError, ValueError):
         config = _read_object(folder / CONFIG)
         if any(isinstance(config.get(version), str) for _, version in _VERSIONS):
-            kept = {key: value for key, value in config.items() if key not in (*_OF_AVERAGE, "_name_or_path")}
+            kept = {key: value for key, value in config.items() if key not in _OF_NO_KEYS}
             return ConfigOfModel(kept, "optimization_step" in config)
     return None
 

@@ -467,31 +467,36 @@ _BY_TRAINER = {
 
 
 def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]) -> Iterator[RoundedEntry]:
-    """Yield the models and optimizers with tensors of a lower precision than in all of these checkpoints.
-
-    No run lowers its precision for one save. At an end of the run the script may have changed it.
-    """
-    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
-    if len(near) == 1:
-        # Either of the two may be the converted one.
-        return
     for number, entry in enumerate(own):
-        expected = near[0][1][number].dtypes
-        rounded = [
-            key
-            for key, dtype in entry.dtypes.items()
-            if _is_rounded(dtype, expected.get(key, ""))
-            and all(there[number].dtypes.get(key) == expected[key] for _, there in near)
-        ]
-        if rounded:
-            dtypes = Counter((entry.dtypes[key], expected[key]) for key in rounded)
-            (dtype, wanted), _ = dtypes.most_common(1)[0]
-            yield (RoundedEntry if is_between else LowerPrecision)(
-                path=entry.path,
-                holds=f"{count_of(len(rounded), 'tensor')} in {dtype}",
-                expected=f"{wanted}, as in {next_to_it(len(near))}",
-                effect="the load succeeds, with rounded values",
-            )
+        there = [(is_earlier, entries[number].dtypes) for is_earlier, entries in near]
+        yield from rounded(entry.path, entry.dtypes, there)
+
+
+def rounded(
+    path: PurePosixPath, own: Mapping[str, str], near: Sequence[tuple[bool, Mapping[str, str]]]
+) -> Iterator[RoundedEntry]:
+    """Yield a finding about a model or optimizer with tensors of a lower precision than in all of these checkpoints.
+
+    ``own``: key -> dtype; ``near``: whether a checkpoint is an earlier one, and these of it. No run lowers its
+    precision for one save. At an end of the run the script may have changed it.
+    """
+    # Of two either may be the converted one.
+    if len(near) < 2:
+        return
+    lower = Counter(
+        (dtype, near[0][1][key])
+        for key, dtype in own.items()
+        if _is_rounded(dtype, near[0][1].get(key, "")) and len({dtypes.get(key) for _, dtypes in near}) == 1
+    )
+    if lower:
+        (dtype, wanted), _ = lower.most_common(1)[0]
+        is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
+        yield (RoundedEntry if is_between else LowerPrecision)(
+            path=path,
+            holds=f"{count_of(lower.total(), 'tensor')} in {dtype}",
+            expected=f"{wanted}, as in {next_to_it(len(near))}",
+            effect="the load succeeds, with rounded values",
+        )
 
 
 def _is_rounded(dtype: str, expected: str) -> bool:

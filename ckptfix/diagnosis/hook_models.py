@@ -13,11 +13,12 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import LORA, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import CONFIG, ConfigOfModel, config_of_model, may_hold_weights
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
+from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
@@ -25,9 +26,12 @@ from ckptfix.diagnosis.optimizer_states import OptimizerReport, Weights, diagnos
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
 from ckptfix.errors import CkptfixError
+from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.reading import store_of
 from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import count_of
+
+_OF_LORA = "the load hook fails, or begins with new weights for the keys that it does not find"
 
 
 class HookModel:
@@ -43,10 +47,23 @@ class HookModel:
     @cached_property
     def keys(self) -> dict[str, Shape]:
         """The keys of its weights with their shapes, none where a file of a library cannot be read."""
+        return {tensor.fqn: tensor.shape for tensor in self._tensors}
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """The same keys with their dtypes."""
+        return {tensor.fqn: tensor.dtype for tensor in self._tensors}
+
+    @property
+    def _tensors(self) -> list[TensorInfo]:
         files = list(filter(_is_of_library, self.folder.components))
-        if any(one.problem is not None for one in files):
-            return {}
-        return {tensor.fqn: tensor.shape for one in files for tensor in one.tensors}
+        is_whole = all(one.problem is None for one in files)
+        return [tensor for one in files for tensor in one.tensors] if is_whole else []
+
+    @property
+    def is_lora(self) -> bool:
+        """True for LoRA in the folder of ``save_state`` itself."""
+        return not self.path.parts
 
     @property
     def weights(self) -> PurePosixPath:
@@ -75,10 +92,18 @@ def diagnose_hook_models(
 ) -> OptimizerReport:
     """Compare the models in sub-folders of ``save_state`` with its optimizers, and with the checkpoints next to it.
 
+    LoRA next to its states is compared with the checkpoints alone.
+
     ``known``: the findings about the folder itself.
     """
     report = OptimizerReport([], [])
-    if not (models and folder.is_save_state) or folder.only is not None:
+    if not folder.is_save_state or folder.only is not None:
+        return report
+    manifest = usable_manifest(folder.root)
+    is_recorded = manifest is not None and manifest.is_of_a_save
+    if not is_recorded:
+        report.findings.extend(_unlike_neighbours(_lora_of(folder), neighbours, is_doubted=False))
+    if not models:
         return report
     averages = _averages(models)
     trained = [model for model in models if model not in averages]
@@ -96,8 +121,7 @@ def diagnose_hook_models(
     if optimizers and not of_optimizers.findings:
         weights = weights_of(joined, sharded, damaged, has_deepspeed=has_deepspeed)
         report.unchecked.extend(_unclear_fit(optimizers, weights, trained))
-    manifest = usable_manifest(folder.root)
-    if manifest is None or not manifest.is_of_a_save:
+    if not is_recorded:
         report.findings.extend(_without_counters(models, neighbours))
         is_doubted = any(isinstance(finding, UnsavedParameters) for finding in of_optimizers.findings)
         of_keys = [
@@ -106,6 +130,13 @@ def diagnose_hook_models(
         ]
         report.findings.extend({finding.path: finding for finding in of_keys}.values())
     return report
+
+
+def _lora_of(folder: CheckpointFolder) -> Iterator[HookModel]:
+    """Yield the LoRA that a hook saved next to the states of ``save_state``: it has no folder and no config."""
+    for component in folder.components:
+        if component.name.stem == LORA:
+            yield HookModel(PurePosixPath(), replace(folder, components=(component,)))
 
 
 def _averages(models: Sequence[HookModel]) -> list[HookModel]:
@@ -212,44 +243,56 @@ def _unlike_neighbours(
 ) -> Iterator[MisplacedEntry]:
     """Yield the models with other keys or shapes than in all of the nearest saves, though their configs are equal.
 
+    So are those of a lower precision.
+
     Of two checkpoints either may be the changed one, unless the optimizer contradicts this one (``is_doubted``), or it
     alone has one word before all of its keys. At an end of the run the script may have changed the model: one that
     adds a module to ``unet`` for its second phase leaves the config as it is. That is a note.
     """
     for model in models:
         own = model.keys
-        near: list[tuple[bool, dict[str, Shape]]] = []
-        for is_earlier, keys in _keys_near(model, neighbours) if own else ():
-            near.append((is_earlier, keys))
-            if keys == own:
+        near: list[tuple[bool, HookModel]] = []
+        for is_earlier, there in _models_near(model, neighbours) if own else ():
+            near.append((is_earlier, there))
+            if (there.keys, there.dtypes) == (own, model.dtypes):
                 break
-        expected = near[0][1] if near else own
-        if own == expected or any(keys != expected for _, keys in near):
+        expected = near[0][1].keys if near else own
+        if own == expected:
+            yield from rounded(
+                model.weights, model.dtypes, [(earlier, there.dtypes) for earlier, there in near]
+            )
+        if own == expected or any(there.keys != expected for _, there in near):
             continue
         is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
-        is_other = is_doubted or _is_prefixed(own, expected) or own.keys().isdisjoint(expected)
-        if len(near) > 1 or is_doubted or _is_prefixed(own, expected):
-            yield _of_keys(model, own, expected, next_to_it(len(near)), is_wrong=is_between or is_other)
+        # A newer diffusers has other keys for LoRA, from one save of a run on.
+        is_prefixed = not model.is_lora and _is_prefixed(own, expected)
+        is_other = not model.is_lora and (is_prefixed or own.keys().isdisjoint(expected))
+        if len(near) > 1 or is_doubted or is_prefixed:
+            is_wrong = is_between or is_doubted or is_other
+            yield _of_keys(model, own, expected, next_to_it(len(near)), is_wrong=is_wrong)
 
 
-def _keys_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[bool, dict[str, Shape]]]:
-    """Yield the keys of a model in each of the nearest saves that has one with the same config.
+def _models_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[bool, HookModel]]:
+    """Yield the model in each of the nearest saves that has one with the same config.
 
-    Before them: whether the save is an earlier one.
+    Before it: whether the save is an earlier one.
     """
-    config = model.config
-    for neighbour in neighbours.nearest() if config is not None else ():
+    config = None if model.is_lora else model.config
+    for neighbour in neighbours.nearest() if config is not None or model.is_lora else ():
         with suppress(CkptfixError, OSError), neighbour.opened() as root:
             there = root / model.path
             # In a store a header costs as many requests as a whole check of a small folder.
             if store_of(root) is not None and _has_sizes(there, model.folder):
-                yield neighbour.is_earlier, model.keys
+                yield neighbour.is_earlier, model
                 continue
-            config_there = config_of_model(there)
-            if config_there is None or config is None or config_there.architecture != config.architecture:
+            config_there = config_of_model(there) if config is not None else None
+            if config is not None and (
+                config_there is None or config_there.architecture != config.architecture
+            ):
                 continue
-            if keys := HookModel(model.path, scan_folder(there)).keys:
-                yield neighbour.is_earlier, keys
+            scan = scan_folder(there, wanted=lambda name: name.stem == LORA or not model.is_lora)
+            if (model_there := HookModel(model.path, scan)).keys:
+                yield neighbour.is_earlier, model_there
 
 
 def _has_sizes(there: Path, folder: CheckpointFolder) -> bool:
@@ -301,5 +344,5 @@ def _of_keys(
         path=model.weights,
         holds=f"{count_of(len(own), 'tensor')}{words}",
         expected=f"{count_of(len(expected), 'tensor')}, as in {place}",
-        effect="from_pretrained fails in the load hook",
+        effect=_OF_LORA if model.is_lora else "from_pretrained fails in the load hook",
     )

@@ -115,7 +115,8 @@ def test_lora_is_healthy(kind: str, tmp_path: Path) -> None:
 
 
 def _changed(path: Path, change: Callable[[Tensors], Tensors]) -> None:
-    save_file({key: tensor.contiguous() for key, tensor in change(load_file(path)).items()}, path)
+    changed = {key: tensor.contiguous() for key, tensor in change(load_file(path)).items()}
+    save_file(changed, path, metadata={"format": "pt"})
 
 
 def _of_twice_the_rank(tensors: Tensors) -> Tensors:
@@ -189,3 +190,44 @@ def test_a_script_may_save_lora_under_a_name_of_its_own(tmp_path: Path) -> None:
         folder = script.saved(tmp_path / f"checkpoint-{step}")
         (folder / WEIGHTS).rename(folder / "lora.safetensors")
     assert problems(tmp_path / "checkpoint-1") == []
+
+
+def _renamed(tensors: Tensors) -> Tensors:
+    return {key.replace("down_blocks", "blocks"): tensor for key, tensor in tensors.items()}
+
+
+def _in_f16(tensors: Tensors) -> Tensors:
+    return {key: tensor.half() for key, tensor in tensors.items()}
+
+
+CHANGED: dict[tuple[Callable[[Tensors], Tensors], tuple[str, ...]], str] = {
+    (_renamed, ("checkpoint-1", "checkpoint-3")): "warning",
+    (_in_f16, ("checkpoint-1", "checkpoint-3")): "warning",
+    # The script, or a newer diffusers, may have changed it.
+    (_renamed, ("checkpoint-1", "checkpoint-0")): "note",
+    (_renamed, ("checkpoint-3", "checkpoint-4")): "note",
+    (_in_f16, ("checkpoint-3", "checkpoint-4")): "note",
+    (_renamed, ("checkpoint-1",)): "",
+    (_in_f16, ("checkpoint-1",)): "",
+}
+
+
+@pytest.mark.parametrize(("change", "others"), CHANGED)
+@pytest.mark.parametrize("is_pipeline", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_lora_that_was_changed_between_others(
+    change: Callable[[Tensors], Tensors], others: tuple[str, ...], is_pipeline: bool, tmp_path: Path
+) -> None:
+    """A resume loads it: under other keys with new weights for it, in F16 with rounded ones."""
+    script = Script(pipeline=is_pipeline)
+    for name in ("checkpoint-2", *others):
+        script.saved(tmp_path / name)
+    folder = tmp_path / "checkpoint-2"
+    _changed(folder / WEIGHTS, change)
+    resumed = Script(pipeline=is_pipeline)
+    resumed.loads(folder)
+    severity = CHANGED[change, others]
+    found = [(one.severity.value, str(one.path)) for one in check(folder).findings]
+    assert found == ([(severity, WEIGHTS)] if severity else [])
+    for name in others:
+        assert problems(tmp_path / name) == []

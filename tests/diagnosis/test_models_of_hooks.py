@@ -249,6 +249,29 @@ def test_weights_contradict_the_checkpoints_next_to_it(
         assert f"unet/{WEIGHTS}: it holds" in "".join(problems(f"{url}/checkpoint-2"))
 
 
+@pytest.mark.parametrize(
+    "others", [("checkpoint-1", "checkpoint-3"), ("checkpoint-3", "checkpoint-4"), ("checkpoint-1",)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_a_lower_precision(others: Iterable[str], tmp_path: Path) -> None:
+    script = Script("unet", "text_encoder", average="unet_ema")
+    for name in ("checkpoint-2", *others):
+        script.saved(tmp_path / name)
+    folder = tmp_path / "checkpoint-2"
+    _changed(folder / "unet_ema" / WEIGHTS, lambda tensors: {key: one.half() for key, one in tensors.items()})
+    # Its config has the new dtype.
+    CLIPTextModel.from_pretrained(folder / "text_encoder").half().save_pretrained(folder / "text_encoder")
+    Script("unet", "text_encoder", average="unet_ema").loads(folder)
+    severities = {"checkpoint-1checkpoint-3": "warning", "checkpoint-3checkpoint-4": "note"}
+    severity = severities.get("".join(others))
+    assert [(one.severity.value, str(one.path)) for one in check(folder).findings] == (
+        [(severity, "text_encoder/model.safetensors"), (severity, f"unet_ema/{WEIGHTS}")] if severity else []
+    )
+    assert all(" tensors in F16" in str(one) for one in check(folder).findings)
+    for name in others:
+        assert problems(tmp_path / name) == []
+
+
 class WithModule(Script):
     """A script that adds a module to ``unet`` in its second phase, which the config of diffusers does not have."""
 
