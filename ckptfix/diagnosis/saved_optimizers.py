@@ -62,7 +62,7 @@ class SavedOptimizer:
     where its states are not a dict.
     ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
     ``sparse``: (parameter, state) of moments that are sparse tensors.
-    ``strangers``: keys of moments in an optimizer that numbers its parameters, or numbers in one that names them.
+    ``strangers``: keys of states in an optimizer that numbers its parameters, or numbers in one that names them.
     ``tensors``: parameter -> state -> tensor, of those that are tensors. ``layout``: returns where the bytes of one
     are, with paths from the checkpoint; raises OperationError where they cannot be read.
     """
@@ -153,6 +153,7 @@ class _Reading:
         self._is_named = False
         for group in items_of(child(node, _GROUPS)):
             self._read_group(group)
+        self._members = frozenset(name for group in self._groups for name in group)
         for key, state in pairs(child(node, _STATE)):
             name = _name(key)
             if name is not None:
@@ -215,8 +216,10 @@ class _Reading:
         }
         self._take(len(entries))
         if self._groups and (type(key) is Text) is not self._is_named:
-            # A load leaves the state of an unknown key aside. Other libraries keep values of their own there.
-            if any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()):
+            # A load leaves the state of an unknown key aside. Other libraries keep values of their own there, but not
+            # under the number of a parameter: LBFGS keeps all of its states under 0.
+            has_moments = any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items())
+            if has_moments or (entries and name in self._members):
                 self._strangers.append(name)
             return
         step = child(state, "step")

@@ -715,7 +715,15 @@ def test_lbfgs_sparse_adam_and_complex_parameters_are_healthy(tmp_path: Path) ->
         return loss
 
     optimizer.step(closure)
-    assert found(save(tmp_path / "lbfgs", [model], [optimizer])) == []
+    root = save(tmp_path / "lbfgs", [model], [optimizer])
+    assert found(root) == []
+    rewrite(root / "optimizer.bin", lambda state: state.update(state={"0": state["state"][0]}))
+    assert found(root) == [
+        "inconsistent-groups: optimizer.bin: it has moments under the string '0', and param groups have numbers"
+    ]
+    resumed = torch.optim.LBFGS(model.parameters())
+    resumed.load_state_dict(torch.load(root / "optimizer.bin"))
+    assert resumed.state[model.weight] == {}
 
     sparse = torch.nn.Embedding(5, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(sparse.parameters())
