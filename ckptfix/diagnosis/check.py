@@ -22,7 +22,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
-from ckptfix.diagnosis.exchanged import diagnose_exchanged, surplus_objects
+from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
@@ -481,7 +481,11 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
             is_contradicted=any(isinstance(finding, MismatchedRates) for finding in diagnosis.findings),
         ),
         *surplus_objects(folder, neighbours),
-        *(finding for finding in exchanged_loaders(folder, neighbours) if finding.path not in damaged),
+        *(
+            finding
+            for finding in (*other_objects(folder, neighbours), *exchanged_loaders(folder, neighbours))
+            if finding.path not in damaged
+        ),
     )
 
 

@@ -20,11 +20,12 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
-from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
+from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, LowerPrecision, MisplacedEntry, RoundedEntry
 from ckptfix.diagnosis.optimizer_kinds import MOMENTS
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
-from ckptfix.errors import CkptfixError
+from ckptfix.errors import CkptfixError, FormatError
+from ckptfix.formats.pickle_tree import text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
@@ -287,6 +288,64 @@ def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterato
             effect="load_state counts these files and fails",
             remedy="move the file out of the folder if the save did not write it",
         )
+
+
+class _Outline(NamedTuple):
+    """The structure of a custom object: the keys of its dict, and its tensors with their shapes."""
+
+    keys: frozenset[str]
+    tensors: frozenset[tuple[str, Shape]]
+
+
+def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
+    """Yield the custom objects of another structure than in all checkpoints next to this one, which agree.
+
+    An object may gain keys and tensors during a run, and be empty at times. So only one without any of the keys that
+    those on both sides have is another one.
+    """
+    own = _outlines(folder)
+    manifest = usable_manifest(folder.root)
+    if not own or (manifest is not None and manifest.is_of_a_save):
+        return
+    near: list[tuple[bool, dict[PurePosixPath, _Outline]]] = []
+    for neighbour, there in scanned(neighbours.nearest(), Role.CUSTOM):
+        near.append((neighbour.is_earlier, _outlines(there)))
+        if near[-1][1] == own:
+            return
+    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
+    for path, outline in own.items() if len(near) > 1 else ():
+        known = {outlines.get(path) for _, outlines in near}
+        expected = known.pop()
+        if known or expected is None or outline == expected:
+            continue
+        is_other = bool(outline.keys and expected.keys) and outline.keys.isdisjoint(expected.keys)
+        if is_between or is_other:
+            yield (MisplacedEntry if is_between and is_other else ChangedEntry)(
+                path=path,
+                holds=f"an object with {_words(outline, expected)}",
+                expected=f"{_words(expected, outline)}, as in {next_to_it(len(near))}",
+                effect="load_state fails, or the run goes on with the state of another object",
+            )
+
+
+def _outlines(folder: CheckpointFolder) -> dict[PurePosixPath, _Outline]:
+    outlines = {}
+    for one in folder.components:
+        if one.role is Role.CUSTOM and isinstance(one.content, TorchFile):
+            # Another finding is about a dict that no pickler writes.
+            with suppress(FormatError):
+                tensors = frozenset((tensor.fqn, tensor.shape) for tensor in one.tensors)
+                outlines[one.path] = _Outline(text_keys(one.content.tree.root), tensors)
+    return outlines
+
+
+def _words(outline: _Outline, other: _Outline) -> str:
+    """Return in words how an object differs from another one."""
+    if outline.keys == other.keys:
+        return f"{count_of(len(outline.tensors), 'tensor')}, {len(outline.tensors - other.tensors)} of them its own"
+    return (
+        list_names(sorted(outline.keys - other.keys)) or f"no {list_names(sorted(other.keys - outline.keys))}"
+    )
 
 
 def _neighbours(
