@@ -254,33 +254,28 @@ class ValueFinding(Serialized):
         return f"{self.label}: {self.text}"
 
 
-def has_stepped(root: Path) -> bool:
-    """Return whether the folder of a model has proof of optimizer steps: moments, or the Trainer's count.
+def trained_for(root: Path, least: int = 0) -> int:
+    """Return the steps that the weights in a folder were trained for, 1 where its optimizer does not count them.
 
-    Reads headers. Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet.
-    After a step they have other values.
+    ``least``: what is known without the files.
+
+    Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet. After a step they
+    have other values. The optimizer may be next to the folder of a model.
     """
-    if trainer_progress(root).step:
-        return True
-    folder = parse_folder_name(Path(os.path.abspath(root)).name)
-    if folder is not None and folder.role is Role.MODEL:  # the optimizer's folder is next to it
-        root = Path(os.path.abspath(root)).parent
-    found = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
-    for path, kind in found.subfolders.items():
-        name = parse_folder_name(path.name)
-        if kind != PLAIN_FOLDER and name is not None and name.role is Role.OPTIMIZER:
-            return True
-    return any(_has_moments(one) for one in found.components)
-
-
-def has_trained(root: Path) -> bool:
-    """Return whether a LoRA in a folder must have other values than zeros, as ``check`` asks of an adapter."""
-    from ckptfix.diagnosis.optimizer_values import FEW_STEPS, trained_steps
+    from ckptfix.diagnosis.optimizer_values import trained_steps
     from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 
-    folder = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
-    optimizers = tuple(saved_optimizers(folder, scan_dcp_folders(folder)))
-    return trained_steps(root, trainer_progress(root).step, optimizers) > FEW_STEPS
+    step = trainer_progress(root).step
+    folder = parse_folder_name(Path(os.path.abspath(root)).name)
+    if folder is not None and folder.role is Role.MODEL:
+        root = Path(os.path.abspath(root)).parent
+    found = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
+    steps = trained_steps(root, step, tuple(saved_optimizers(found, scan_dcp_folders(found))))
+    has_folder = any(
+        kind != PLAIN_FOLDER and (name := parse_folder_name(path.name)) and name.role is Role.OPTIMIZER
+        for path, kind in found.subfolders.items()
+    )
+    return max(steps, least, bool(step) or has_folder or any(map(_has_moments, found.components)))
 
 
 def _has_moments(component: Component) -> bool:
@@ -293,26 +288,26 @@ def _has_moments(component: Component) -> bool:
 def judge_values(
     label: str,
     tensors: Sequence[tuple[StoredTensor, Hashed]],
-    stepped: Callable[[], bool] = bool,
-    trained: Callable[[], bool] = bool,
+    steps: Callable[[], int] = int,
 ) -> Iterator[ValueFinding]:
     """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few bytes more.
 
-    ``stepped`` says whether the weights are those of a trained model, ``trained`` whether a LoRA is; they are asked for
-    only where some are zero.
+    ``steps``: as of ``trained_for``, asked for only where some are zero.
     """
+    from ckptfix.diagnosis.optimizer_values import FEW_STEPS
+
     untrained = _untrained(tensors)
     lone = _zero_alone(tensors)
-    stepped = cache(stepped)
+    steps = cache(steps)
     if untrained:
         text = f"the LoRA was never trained: all of {list_names(untrained)} are zero"
-        severity = Severity.WARNING if trained() else Severity.NOTE
+        severity = Severity.WARNING if steps() > FEW_STEPS else Severity.NOTE
         yield ValueFinding(code="untrained-lora", severity=severity, label=label, fqn="", text=text)
     with OpenFiles() as files:
         tails = dict(_lost_tails(tensors, files))
         for tensor, hashed in tensors:
             if hashed.scan is not None and hashed.scan.is_zero and 0 not in tensor.shape:
-                if tensor.fqn not in untrained and (found := _of_zeros(tensor, lone, stepped)):
+                if tensor.fqn not in untrained and (found := _of_zeros(tensor, lone, steps)):
                     severity, text = found
                     words = (
                         f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) is zero in every element{text}"
@@ -359,7 +354,7 @@ def _zero_alone(tensors: Sequence[tuple[StoredTensor, Hashed]]) -> dict[str, int
 
 
 def _of_zeros(
-    tensor: StoredTensor, lone: dict[str, int], stepped: Callable[[], bool]
+    tensor: StoredTensor, lone: dict[str, int], steps: Callable[[], int]
 ) -> tuple[Severity, str] | None:
     """Return how bad it is that a tensor is zero, and why; None where that is what the model's class makes."""
     from ckptfix.tensors.scanning import FLOATS
@@ -376,7 +371,7 @@ def _of_zeros(
         tensor.fqn
     ):  # of a norm, or a scale, which may begin with zeros
         return None
-    if stepped():
+    if steps():
         return Severity.WARNING, ", although the optimizer took steps"
     return Severity.NOTE, ", as some models begin; no optimizer step is recorded in its folder"
 

@@ -23,7 +23,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     StagingFolder,
 )
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
-from ckptfix.diagnosis.values import ValueFinding, has_stepped, has_trained, judge_moment, judge_values
+from ckptfix.diagnosis.values import ValueFinding, judge_moment, judge_values, trained_for
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
@@ -381,8 +381,7 @@ def found_values(contents: Contents, hashed: Mapping[str | TensorLocation, Hashe
     for weights in contents.weights:
         tensors = [(tensor, hashed[TensorLocation(weights.label, tensor.fqn)]) for tensor in weights.tensors]
         is_engine = weights.format is Format.DEEPSPEED  # its weights come out of the optimizer's states
-        stepped = (lambda: True) if is_engine else partial(has_stepped, contents.root)
-        yield from judge_values(weights.label, tensors, stepped, partial(has_trained, contents.root))
+        yield from judge_values(weights.label, tensors, partial(trained_for, contents.root, int(is_engine)))
 
 
 class _Moments:

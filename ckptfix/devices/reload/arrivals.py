@@ -32,7 +32,7 @@ from ckptfix.devices.reload.stored_weights import FileTensor, Weights, file_byte
 from ckptfix.devices.reload.user_model import Built
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.diagnosis.values import ADVICE, ValueFinding, has_stepped, has_trained, judge_values
+from ckptfix.diagnosis.values import ADVICE, ValueFinding, judge_values, trained_for
 from ckptfix.errors import OperationError
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.scanning import Scan, Scanner
@@ -193,9 +193,7 @@ class ValueProofs:
             for name, scan in scans.items()
             for stored in (weights.tensors[name],)
         ]
-        self.findings += judge_values(
-            weights.label, tensors, partial(has_stepped, weights.root), partial(has_trained, weights.root)
-        )
+        self.findings += judge_values(weights.label, tensors, partial(trained_for, weights.root))
         self.looked_at += sum(0 not in tensor.shape for tensor, _ in tensors)
         self.has_nan = self.has_nan or any(scan.nan for scan in scans.values())
         self.unread += [
