@@ -3,12 +3,14 @@
 A resume takes the highest number. Times alone prove nothing, as ``cp -r`` and downloads write files in any order. The
 Trainer's ``log_history`` does: it only grows, also over a resume (``TrainerState`` of transformers 5.23), so that each
 checkpoint of a run has the entries of those before it. A callback may drop old entries, and an evaluation may follow a
-save: only steps that both have, or that lie between two of the later one, are compared.
+save: only steps that both have, or that lie between two of the later one, are compared. ``total_flos`` only grows, too,
+with each step, and is saved and resumed without any log.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +42,15 @@ class OtherRun(NamedTuple):
 
 
 class History(NamedTuple):
-    """History of a run as a checkpoint records it. ``entries``: step -> text of an entry -> its values."""
+    """History of a run as a checkpoint records it. ``entries``: step -> text of an entry -> its values.
+
+    ``flos``: the floating point operations so far, 0 where they are not counted.
+    """
 
     entries: Mapping[int, Mapping[str, Mapping[str, Any]]]
     max_steps: int | None
     time: float | None
+    flos: float = 0
 
 
 def other_run(
@@ -121,8 +127,13 @@ def history_of(checkpoint: Path) -> History | None:
             step = entry.get("step") if isinstance(entry, dict) else None
             if type(step) is int:
                 entries.setdefault(step, {})[json.dumps(entry, sort_keys=True)] = entry
-    max_steps = state.get("max_steps")
-    return History(entries, max_steps if type(max_steps) is int else None, time)
+    max_steps, flos = state.get("max_steps"), state.get("total_flos")
+    return History(
+        entries,
+        max_steps if type(max_steps) is int else None,
+        time,
+        flos if isinstance(flos, float) and isfinite(flos) else 0,
+    )
 
 
 def _contradiction(lower: History, higher: History) -> str:
@@ -139,6 +150,8 @@ def _contradiction(lower: History, higher: History) -> str:
         if alone:
             words = _difference(alone[0], others.values()) or "logged by one of them alone"
             return f"step {step}: {words}{f'; {limits}' if limits else ''}"
+    if lower.flos > higher.flos > 0:
+        return f"total_flos {lower.flos:.4g} and {higher.flos:.4g}, which only grows{f'; {limits}' if limits else ''}"
     # A run whose max_steps was raised goes on with higher numbers, saved later.
     if limits and lower.time is not None and higher.time is not None and lower.time - higher.time > DAY:
         return f"{limits}, and the lower number was saved {days_between(higher.time, lower.time)} later"

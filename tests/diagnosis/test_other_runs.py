@@ -143,6 +143,12 @@ def extended(folder: Path, older: Path) -> None:
     trained(folder, steps=5, resume="checkpoint-2")
 
 
+def resumed_with_other_batches(folder: Path, older: Path) -> None:
+    """Fewer operations for each step from there on, and no logs."""
+    trained(folder, steps=2, logging_strategy="no", per_device_train_batch_size=4)
+    trained(folder, steps=4, logging_strategy="no", resume="checkpoint-2")
+
+
 def evaluated(folder: Path, older: Path) -> None:
     trained(folder, eval_strategy="steps", eval_steps=1)
 
@@ -161,7 +167,7 @@ def shortened(folder: Path, older: Path) -> None:
         path.write_text(json.dumps(state))
 
 
-HEALTHY = [whole, rotated, resumed, extended, evaluated, without_logs, shortened]
+HEALTHY = [whole, rotated, resumed, resumed_with_other_batches, extended, evaluated, without_logs, shortened]
 
 
 @pytest.mark.parametrize("order", ["in order", "as copied"])
@@ -199,6 +205,20 @@ def test_histories_that_say_nothing_prove_nothing(
         path = folder / f"checkpoint-{number}/trainer_state.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "log_history": history}))
     assert latest_checkpoint(folder).name == "checkpoint-2"
+
+
+def test_a_run_without_logs_is_told_by_its_floating_point_operations(tmp_path: Path, said: Said) -> None:
+    """An hour between two runs proves nothing, and without ``log_history`` nothing else was compared."""
+    quiet: dict[str, Any] = {"logging_strategy": "no"}
+    folder = put(tmp_path / "run", trained(tmp_path / "older", steps=3, **quiet), 3)
+    put(folder, trained(tmp_path / "newer", steps=2, per_device_train_batch_size=4, **quiet), 1, 2)
+    hour = time.time() - 3600
+    os.utime(folder / "checkpoint-3/trainer_state.json", (hour, hour))
+    with pytest.raises(UsageError, match=r"checkpoint-2 and checkpoint-3 are of two runs \(total_flos "):
+        latest_checkpoint(folder)
+    status, out, _ = said("check", "-r", folder)
+    assert status == 1
+    assert "which only grows" in out
 
 
 def test_another_max_steps_counts_where_the_lower_number_is_days_newer(tmp_path: Path) -> None:

@@ -30,10 +30,9 @@ def trainer_in(output: Path, **options: Any) -> Any:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "vocab_size": 20}
     model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes))
     data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
-    given = {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, **options}
-    arguments = TrainingArguments(
-        str(output), max_steps=4, save_steps=2, per_device_train_batch_size=2, seed=1, **given
-    )
+    given = {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    given |= {"per_device_train_batch_size": 2, **options}
+    arguments = TrainingArguments(str(output), max_steps=4, save_steps=2, seed=1, **given)
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
