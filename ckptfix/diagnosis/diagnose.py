@@ -472,9 +472,10 @@ def _not_checked(
         words.append("checksums of tensor records in torch zip files; ckptfix check --data checks them")
     if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
         words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
-    if folder.only is None and (
-        sharded or deepspeed or len(_OF_ONE_SAVE & {one.role for one in folder.components}) > 1
-    ):
+    has_several = len(_OF_ONE_SAVE & {one.role for one in folder.components}) > 1 or any(
+        one.name.shard is not None for one in folder.components
+    )
+    if folder.only is None and (sharded or deepspeed or has_several):
         manifest = usable_manifest(folder.root)
         # With checksums, another sentence names the command that compares them.
         if manifest is None or not manifest.digests:

@@ -439,6 +439,15 @@ def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
     assert run(["check", "-r", str(run_folder)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_shards_without_an_optimizer_are_listed_as_not_checked(tmp_path: Path) -> None:
+    """Weights that are frozen stay equal as well, so that it is no finding."""
+    run_folder = sharded_runs(tmp_path / "run", save_only_model=True)
+    folder = copied(run_folder, "model-00003-of-00004.safetensors")
+    assert told(folder) == []
+    assert any(words.startswith("whether all files are of one save") for words in check(folder).not_checked)
+
+
 def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
