@@ -1,6 +1,7 @@
 """Folders for ``from_pretrained``, healthy and damaged: ``check`` against what transformers makes of them."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ckptfix import check
 from ckptfix.checkpoint import architectures
-from tests.tiny_models import NAME, Tensors, load, reconfigure, tensors_of, tiny, write
+from ckptfix.diagnosis.loads.pretrained_models import _FEW, _REMOVED_BY_LOADS
+from tests.tiny_models import NAME, Tensors, load, reconfigure, tensors_of, tiny, tiny_config, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -342,6 +345,45 @@ def test_all_types_whose_keys_a_load_renames_are_known() -> None:
             is_converted = any(map(get_checkpoint_conversion_mapping, (name, model_type)))
             is_known = "inside" in record or model_type in architectures.RENAMED
             assert is_known or not is_converted, (model_type, name)
+
+
+def on_meta(name: str) -> Any:
+    """Return a model without values: a tiny one, or of the default sizes where those do not fit together."""
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        try:
+            return cls(cls.config_class(**tiny_config(cls.config_class())))
+        except Exception:
+            return cls(cls.config_class())
+
+
+@pytest.mark.slow
+def test_all_first_segments_that_a_load_removes_are_known() -> None:
+    """A wrapper of such a name is none: the load finds more keys behind it than a class has by accident."""
+    removed: dict[str, str] = {}
+    for block in architectures._index()["blocks"]:
+        for model_type in block[2:]:
+            for name, record in architectures._block(*block[:2])[model_type].items():
+                if "inside" not in record and model_type not in architectures.RENAMED:
+                    continue
+                known = architectures.architecture_of({"architectures": [name], "model_type": model_type})
+                assert isinstance(known, architectures.Architecture)
+                model = on_meta(name)
+                mapping, state = get_model_conversion_mapping(model), model.state_dict()
+                renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+                converters = [each for each in mapping if isinstance(each, WeightConverter)]
+                sources = " ".join(source for each in mapping for source in each.source_patterns)
+                for first in {*re.findall(r"[a-z]\w+", sources.replace("\\", " ")), *_REMOVED_BY_LOADS}:
+                    keys = [f"{first}.{key}".replace("*", "0") for key in record["keys"]]
+                    found = sum(
+                        rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]
+                        in state
+                        for key in keys
+                        if not known.fits(key)
+                    )
+                    if _FEW * found > len(keys):
+                        removed[first] = name
+    assert removed.keys() == _REMOVED_BY_LOADS, removed
 
 
 def test_an_attribute_that_nobody_knows_is_not_checked(tmp_path: Path) -> None:

@@ -43,12 +43,11 @@ bitsandbytes one of six is."""
 
 _REMOVED_BY_LOADS = frozenset(
     (
-        "backbone", "decoder", "detector_model", "encoder", "language_model", "model", "new", "norm", "radio_model",
-        "segmentation_head", "text_encoder", "text_model", "thinker", "tracker_model", "transformer", "ultrabert",
-        "vision_encoder", "vision_model", "vlm",
+        "audio_encoder", "backbone", "encoder", "language_model", "new", "text_encoder", "text_model", "thinker",
+        "ultrabert", "vision_encoder", "vision_model",
     )
 )  # fmt: skip
-"""First segments that conversions of transformers 5.23 take off the keys of some class, or replace."""
+"""First segments behind which transformers 5.23 finds keys of some class: its conversions take them off."""
 
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
