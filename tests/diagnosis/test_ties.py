@@ -126,6 +126,7 @@ IN_MEMORY = (
     "Inkling2ForCausalLM",
     "LlavaForConditionalGeneration",
     "MistralLarge4ForConditionalGeneration",
+    "MixtralForCausalLM",
     "MllamaForConditionalGeneration",
     "UltrabertForMaskedLM",
 )
