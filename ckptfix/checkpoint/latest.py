@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -45,6 +45,9 @@ from ckptfix.storage.transactions import is_partly_changed, transactions
 
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
+_WEIGHTS_ALONE = (
+    f"weights alone, with neither {_STATES} of save_state nor the Trainer's {TRAINER_STATE} to resume from"
+)
 _LAST_WRITTEN = (_STATES, TRAINER_STATE)
 """Files that a save writes near its end and no repair changes, so their time is the time of the save."""
 
@@ -65,6 +68,24 @@ class Candidate:
 def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
     """Return the numbered checkpoints of one family in a folder, newest first. Raises OSError."""
     return tuple(judge(path, number) for number, path in numbered(folder, (pattern,)).get(pattern, ()))
+
+
+def problems_in(candidates: Iterable[Candidate]) -> str:
+    """Return the problems of checkpoints in words, each once with the names of those that have it."""
+    names: dict[str | None, list[str]] = {}
+    for candidate in candidates:
+        names.setdefault(candidate.problem, []).append(candidate.path.name)
+    said = [f"{_first_of(of_problem, ', ')}: {problem}" for problem, of_problem in names.items()]
+    return _first_of(said, "; ")
+
+
+def _first_of(words: Sequence[str], separator: str) -> str:
+    more = [f"and {len(words) - _SAID} more"] if len(words) > _SAID else []
+    return separator.join([*words[:_SAID], *more])
+
+
+_SAID = 5
+"""Names, and problems, of a run that are said: it may have a thousand checkpoints."""
 
 
 def judge(path: Path, number: int, problem_of: Callable[[Path], str | None] | None = None) -> Candidate:
@@ -271,6 +292,8 @@ def incomplete(
     if not holds_weights(checkpoint, names):
         return NO_WEIGHTS
     if _STATES not in names:
+        if TRAINER_STATE not in names and _has_weights_alone(checkpoint, names):
+            return _WEIGHTS_ALONE
         if checkpoint_number(checkpoint.name) is not None:  # load_state takes it, so it must be Accelerate's
             return _NO_STATES
         try:
@@ -287,6 +310,14 @@ def incomplete(
         return _damage(checkpoint, names, scan) if reads_files else None
     except OSError as error:
         return described(error)
+
+
+def _has_weights_alone(checkpoint: Path, names: Iterable[str]) -> bool:
+    """Return whether nothing in a folder is of a training: ``save_pretrained`` writes a model or an adapter so."""
+    parsed = map(parse_file_name, names)
+    return all(name is None or name.role in NOT_STATES for name in parsed) and not any(
+        (checkpoint / name).is_dir() for name in names if name != JOURNAL
+    )
 
 
 def _lies_in(checkpoint: Path, names: Collection[str]) -> str:

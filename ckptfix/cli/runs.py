@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.completion_markers import run_of, tracker_problem
 from ckptfix.checkpoint.filenames import family_of
-from ckptfix.checkpoint.latest import Candidate, judge, numbered, taken_instead, time_of
+from ckptfix.checkpoint.latest import Candidate, judge, numbered, problems_in, taken_instead, time_of
 from ckptfix.cli.report import FAILURES, ending_of
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.other_runs import DAY, History, OtherRun, days_between, history_of
@@ -155,8 +155,7 @@ class Runs:
             return Resume(run=run, checkpoint=None, problem="its checkpoints are gone")
         passed_over = tuple(one.path.name for one in choice.passed_over)
         if choice.best is None:
-            problem = "; ".join(f"{one.path.name}: {one.problem}" for one in choice.passed_over[:3])
-            problem += f"; and {len(passed_over) - 3} more" if len(passed_over) > 3 else ""
+            problem = problems_in(choice.passed_over)
             names = series([one.path.name for one in choice.rivals])
             if choice.proof:
                 problem = f"{names} are complete, and of two runs"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.latest import UNFINISHED, Candidate, problems_in
 from ckptfix.diagnosis.check import CLEAN, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.resumable import examine
@@ -85,7 +85,7 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
     "states of another rank alone": (only("random_states_1.pkl"), "no weights"),
     "states of rank 0": (gone("random_states_0.pkl"), "no random_states_0.pkl"),
     "states of all ranks": (gone("random_states_0.pkl", "random_states_1.pkl"), "no random_states_0.pkl"),
-    "weights alone": (only("model.safetensors"), "no random_states_0.pkl"),
+    "weights alone": (only("model.safetensors"), "weights alone, with neither random_states_0.pkl"),
     "empty file": (written("optimizer.bin", ""), "is empty"),
     "cut file": (written("optimizer.bin", "PK\x03\x04"), "optimizer.bin"),
     "folder without metadata": (written("optimizer_0/__0_0.distcp", "x"), ".metadata"),
@@ -166,6 +166,37 @@ def test_the_examples_of_all_findings(tmp_path: Path, golden: str, name: str) ->
     root = Path(shutil.copytree(source, tmp_path / "run" / name, symlinks=True))
     if examine(root, 5).problem is not None:
         explains(root)
+
+
+def test_a_run_of_exports_has_nothing_to_resume_from(tmp_path: Path, said: Said) -> None:
+    """Of each model and adapter it said again what save_state writes near its end."""
+    for number in range(4):
+        root = tmp_path / "run" / f"checkpoint-{number}"
+        root.mkdir(parents=True)
+        model = root / ("model.safetensors" if number % 2 else "adapter_model.safetensors")
+        save_file({"weight": torch.ones(2) * number}, model, {"format": "pt"})
+        (root / ("config.json" if number % 2 else "adapter_config.json")).write_text("{}")
+    last = said("check", "-r", tmp_path / "run")[1].splitlines()[-1]
+    assert last == (
+        f"{tmp_path}/run: no checkpoint to resume from: checkpoint-3, checkpoint-2, checkpoint-1, checkpoint-0: "
+        "weights alone, with neither random_states_0.pkl of save_state nor the Trainer's trainer_state.json to resume "
+        "from"
+    )
+
+
+def test_many_checkpoints_are_counted_and_each_problem_is_said_once() -> None:
+    broken = [
+        Candidate(
+            path=Path(f"checkpoint-{number}"),
+            number=number,
+            problem=f"it is {'odd' if number % 2 else 'even'}",
+        )
+        for number in range(20)
+    ]
+    assert problems_in(broken) == (
+        "checkpoint-0, checkpoint-2, checkpoint-4, checkpoint-6, checkpoint-8, and 5 more: it is even; "
+        "checkpoint-1, checkpoint-3, checkpoint-5, checkpoint-7, checkpoint-9, and 5 more: it is odd"
+    )
 
 
 def test_the_summary_counts_them_apart(tmp_path: Path, said: Said) -> None:

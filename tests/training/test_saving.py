@@ -504,7 +504,7 @@ def test_a_stock_folder_is_judged_by_what_save_state_writes_last(tmp_path: Path)
     accelerate.Accelerator.save_state(accelerator)
     (tmp_path / "checkpoints" / "checkpoint_1").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors").write_bytes(b"half")
-    with pytest.warns(UserWarning, match="no random_states"):
+    with pytest.warns(UserWarning, match="neither random_states"):
         assert latest_checkpoint(tmp_path / "checkpoints").name == "checkpoint_0"
 
 

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entr
 from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.latest import checkpoints_folder, numbered
+from ckptfix.checkpoint.latest import checkpoints_folder, numbered, problems_in
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.diagnosis.resumable import choose, mixed, of_two_runs
@@ -237,7 +237,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
     choice = choose(folder, patterns)
     if choice is None or (choice.best is None and not choice.rivals):
         broken = choice.passed_over if choice is not None else ()
-        said = "; ".join(f"{one.path.name}: {one.problem}" for one in broken)
+        said = problems_in(broken)
         raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
     best = choice.best
     if choice.proof:
@@ -250,9 +250,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
         )
     words = []
     if choice.passed_over:
-        words.append(
-            f"passed over {'; '.join(f'{one.path.name}: {one.problem}' for one in choice.passed_over)}"
-        )
+        words.append(f"passed over {problems_in(choice.passed_over)}")
     if others := [one.path.name for one in choice.rivals if one is not best]:
         words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
     if words:

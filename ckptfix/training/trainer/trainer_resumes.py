@@ -22,7 +22,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     run_state_name,
 )
-from ckptfix.checkpoint.latest import NO_WEIGHTS, Candidate, holds_weights, judge, numbered
+from ckptfix.checkpoint.latest import NO_WEIGHTS, Candidate, holds_weights, judge, numbered, problems_in
 from ckptfix.checkpoint.manifest import not_as_saved, usable_manifest
 from ckptfix.checkpoint.trainer_folders import (
     NO_OPTIMIZER,
@@ -294,15 +294,13 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
         raise UsageError(shown(of_two_runs(folder, choice)))
     best = choice.best if choice is not None else None
     if best is None:
-        said = "; ".join(f"{one.path.name}: {one.problem}" for one in found)
         raise UsageError(
-            f"no complete checkpoint in {folder} ({said}); next: {command('check', folder, '', '-r')}; to start anew, "
-            "move these folders away"
+            f"no complete checkpoint in {folder} ({problems_in(found)}); next: {command('check', folder, '', '-r')}; "
+            "to start anew, move these folders away"
         )
     broken = [one for one in found if one.number > best.number]
     if broken and _is_first():
-        passed = "; ".join(f"{one.path.name}: {one.problem}" for one in broken)
-        warn_caller(f"{folder}: took {best.path.name} and passed over {passed}")
+        warn_caller(f"{folder}: took {best.path.name} and passed over {problems_in(broken)}")
     return best
 
 
