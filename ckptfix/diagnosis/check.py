@@ -469,6 +469,12 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
         for finding in diagnosis.findings
         if finding.severity is Severity.ERROR or isinstance(finding, RenamedState)
     )
+    # Their partners were reported with them.
+    damaged |= {
+        PurePosixPath(finding.exchanged_with)
+        for finding in diagnosis.findings
+        if isinstance(finding, RenamedState) and finding.exchanged_with
+    }
     folder = diagnosis.folder
     return (
         *marks,

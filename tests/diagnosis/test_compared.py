@@ -189,6 +189,18 @@ def test_a_custom_object_of_another_run(other: str, tmp_path: Path) -> None:
         accelerator.load_state(str(checkpoints[1]))
 
 
+def test_exchanged_custom_objects_are_told_once(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, [2] * 3)
+    for path in checkpoints:
+        torch.save({"best_loss": 1.0}, path / "custom_checkpoint_1.pkl")
+    first, second = (checkpoints[1] / f"custom_checkpoint_{number}.pkl" for number in range(2))
+    first.rename(tmp_path / "first")
+    second.rename(first)
+    (tmp_path / "first").rename(second)
+    (finding,) = check(checkpoints[1]).findings
+    assert "exchanged with custom_checkpoint_1.pkl" in str(finding)
+
+
 HISTORIES: dict[str, list[object]] = {
     "a history": [{"losses": dict.fromkeys(range(count))} for count in range(4)],
     "metrics by step": [{str(step): 1.0 for step in range(count)} for count in range(4)],
