@@ -266,13 +266,6 @@ def diagnose(
             findings += of_items
         findings += diagnose_wrong_states(folder)
         renamed = list(diagnose_renamed(folder, _paths(findings, _OF_CONTENT)))
-        # To allow the classes of a file that was exchanged would load the wrong state.
-        exchanged = {finding.path for finding in renamed}
-        findings = [
-            finding
-            for finding in findings
-            if not (isinstance(finding, UnloadablePickle) and finding.path in exchanged)
-        ]
         findings += renamed
         findings += diagnose_meta_tensors(folder)
         findings += diagnose_placeholders(folder)
@@ -316,19 +309,18 @@ def diagnose(
 
         loads = [*loads_of(folder, groups, libraries=JUDGED, data=data, count_steps=count_steps)]
         of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])
-        findings = [finding for finding in findings if not of_loads.explains(finding)]
-        findings += of_loads.findings
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
         )
+        findings += (*of_loads.findings, *of_save.findings, *broken_trainer_state(folder, trainer))
+        # To allow the classes of a file that was exchanged would load the wrong state.
+        explained = of_loads.explained | {(UnloadablePickle, finding.path) for finding in renamed}
         # A complete shard with an ending of a download gets the name that the download left out.
-        complete = {shard.path for one in findings if isinstance(one, MissingShard) for shard in one.renamed}
-        findings += (
-            one
-            for one in of_save.findings
-            if not (isinstance(one, InterruptedSave) and one.leftover and one.path in complete)
-        )
-        findings += broken_trainer_state(folder, trainer)
+        shards = (shard for one in findings if isinstance(one, MissingShard) for shard in one.renamed)
+        explained |= {(InterruptedSave, shard.path) for shard in shards}
+        findings = [
+            one for one in findings if all((kind, one.path) not in explained for kind in type(one).__mro__)
+        ]
     if findings[1:]:
         findings.sort(key=_rank())
     return Diagnosis(

@@ -17,7 +17,3 @@ class LoadVerdict(NamedTuple):
     unchecked: tuple[str, ...] = ()
     explained: frozenset[tuple[type[Finding], PurePosixPath]] = frozenset()
     compared: frozenset[str] = frozenset()
-
-    def explains(self, finding: Finding) -> bool:
-        """Return whether a finding about a file alone is a part of what the load shows."""
-        return any((kind, finding.path) in self.explained for kind in type(finding).__mro__)
