@@ -651,7 +651,8 @@ def recover_objects(store: Store, *, progress: Progress | None = None) -> Recove
                 leftovers += store.abandoned(folder(found.number))
             leftovers += _delete_transaction(store, found)
             continue
-        is_clean = set(found.objects) <= {"state.json", "plan", *(f"kept/{index}" for index in state.kept)}
+        # Of kept copies only the plan says which an undo needs; 0.5.0 let all of them be.
+        is_clean = set(found.objects) <= {"state.json", "plan"}
         if state.stage is Stage.DONE and state.undoes is None and is_clean:
             continue
         plan = read_plan(store, found, state) if "plan" in found.objects or state.undoes is None else None

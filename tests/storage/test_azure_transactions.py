@@ -8,6 +8,7 @@ import pytest
 from ckptfix.errors import ChangedError
 from ckptfix.storage.stores import ABSENT, ObjectRange
 from tests.sampling import sampled
+from tests.storage.objects import recover, undo
 from tests.storage.test_object_transactions import (
     MIB,
     NEW,
@@ -18,9 +19,7 @@ from tests.storage.test_object_transactions import (
     failure_of,
     names_are_old_or_new,
     old_names,
-    recover,
     stage_of,
-    undo,
 )
 from tests.stores.simulated_azure import Refusal, SimulatedAzure, open_simulated
 from tests.stores.simulated_s3 import Cloud, KillAt, Killed, Stretch, cloud, digest

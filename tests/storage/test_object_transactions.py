@@ -19,10 +19,11 @@ from ckptfix.storage.object_journal import (
     store_lock,
     write_state,
 )
-from ckptfix.storage.object_transactions import commit_objects, recover_objects, undo_objects
+from ckptfix.storage.object_transactions import commit_objects, recover_objects
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store
 from tests.sampling import is_exhaustive, sampled
+from tests.storage.objects import recover, undo
 from tests.stores.simulated_s3 import (
     Cloud,
     KillAt,
@@ -114,18 +115,6 @@ def commit(store: Store, *, verify: Callable[[], None] = lambda: None, break_loc
             store, edits(), infos, lock=lock, target="", summary=["steps"], read=read_planned,
             indexes=[INDEX, PurePosixPath("states/.metadata")], show=shown, verify=verify,
         )  # fmt: skip
-
-
-def undo(store: Store, number: int = 1) -> None:
-    with store_lock(store, "undo") as lock:
-        recover_objects(store)
-        undo_objects(store, number, lock=lock)
-
-
-def recover(store: Store) -> int | None:
-    with store_lock(store, "repair", break_lock=True):
-        finished = recover_objects(store).finished
-        return None if finished is None else finished[0]
 
 
 @pytest.fixture
@@ -241,6 +230,29 @@ def points(action: Callable[[SimulatedStore], object], *, undoing: bool) -> Iter
     for at in sampled(range(1, count + 1)):
         yield at, False
         yield at, True
+
+
+def test_the_copy_of_a_deleted_duplicate_goes_though_its_run_was_killed(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
+    duplicate = next(edit for edit in edits() if isinstance(edit, Remove))
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if method == "delete_object" and "/kept/" in key:
+            raise Killed
+
+    cloud.strike = strike
+    with suppress(Killed), store_lock(store, "repair") as lock:
+        commit_objects(
+            store, [duplicate], store.list(), lock=lock, target="", summary=[], indexes=(),
+            read=store.read, show=shown, verify=lambda: None,
+        )  # fmt: skip
+    cloud.strike = lambda method, key, is_after: None
+    assert any("/kept/" in key for key in cloud.journal())
+    recover(store)
+    assert cloud.journal() == [PREFIX + ".ckptfix/0001.objects/" + name for name in ("plan", "state.json")]
+    undo(store)
+    assert cloud.names() == old_names()
 
 
 @pytest.mark.slow
