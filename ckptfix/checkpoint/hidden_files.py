@@ -35,7 +35,7 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, may_hold_weights
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of_names, may_hold_weights
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.state_contents import Content, content_of, may_be_state
 from ckptfix.formats.safetensors_file import WeightsIndex
@@ -135,7 +135,7 @@ def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[Hidd
     Other programs take a config of transformers and weights of a name of their own, such as ``output.safetensors``.
     """
     config = next((name for name in (CONFIG, ADAPTER) if name in names), None)
-    library = library_of(root / config) if config else ""
+    library = library_of_names(root / config) if config else ""
     if not library:
         return
     stems = STEMS_OF_LIBRARIES[library]
@@ -211,7 +211,7 @@ def hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
         stem = wanted.removesuffix(".json")
         libraries = ("peft",) if wanted == ADAPTER else ("transformers", "diffusers")
         for name in sorted(names):
-            if _is_copy(name, stem, ".json") and library_of(root / name) in libraries:
+            if _is_copy(name, stem, ".json") and library_of_names(root / name) in libraries:
                 yield _hidden(name, wanted, Loader.FROM_PRETRAINED)
                 break
 

@@ -13,7 +13,7 @@ from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import STEMS_OF_LIBRARIES, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.reading import open_reader
 
@@ -77,15 +77,6 @@ class Load(NamedTuple):
         return order.index(kind) if kind in order else sys.maxsize
 
 
-def _library_of(config: Config) -> str:
-    """Return the library whose ``from_pretrained`` a config is for, "" where it does not say."""
-    if isinstance(config.get("peft_type"), str):
-        return "peft"
-    if isinstance(config.get("_class_name"), str):
-        return "diffusers"
-    return "transformers" if isinstance(config.get("architectures"), list) else ""
-
-
 def loads_of(
     folder: CheckpointFolder,
     groups: Sequence[ModelFiles],
@@ -113,7 +104,7 @@ def loads_of(
         if not families:
             continue
         configs = {known: config for known in _CONFIGS if (config := read_config(folder.root, known))}
-        if _library_of(configs.get(name, {})) != library:
+        if library_of(configs.get(name, {})) != library:
             continue
         if library == "peft":
             # PEFT and transformers read the first alone, shards only transformers.

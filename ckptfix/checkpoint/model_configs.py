@@ -157,25 +157,25 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def library_of(config: Path) -> str:
-    """Return the library whose ``from_pretrained`` takes the model of a config, "" where it does not say.
+def library_of(config: Mapping[str, Any]) -> str:
+    """Return the library whose ``from_pretrained`` a config is for, "" where it does not say."""
+    if isinstance(config.get("peft_type"), str):
+        return "peft"
+    if isinstance(config.get("_class_name"), str):
+        return "diffusers"
+    return "transformers" if isinstance(config.get("architectures"), list) else ""
 
-    A config of transformers 5 may name the file with the weights itself: then their name says nothing.
+
+def library_of_names(path: Path) -> str:
+    """Return the library that finds the weights next to a config by their name, "" where it does not say for sure.
+
+    A script may write a config without a version. One of transformers 5 may name the file with the weights itself.
     """
-    with suppress(OSError, ValueError):
-        values = _read_object(config)
-        if isinstance(values.get("peft_type"), str):
-            return "peft"
-        if "transformers_weights" in values:
-            return ""
-        kind = values.get("_class_name")
-        is_of_diffusers = isinstance(kind, str) and "_diffusers_version" in values
-        is_of_transformers = (
-            isinstance(values.get("architectures"), list) and "transformers_version" in values
-        )
-        if is_of_diffusers is not is_of_transformers:
-            return "diffusers" if is_of_diffusers else "transformers"
-    return ""
+    config = read_config(path.parent, path.name)
+    library = library_of(config)
+    versions = [name for name, key in _VERSIONS if key in config]
+    is_certain = library == "peft" or (versions == [library] and "transformers_weights" not in config)
+    return library if is_certain else ""
 
 
 _OF_AVERAGE = (

@@ -76,7 +76,6 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_keys,
     diagnose_lora,
     diagnose_meta_tensors,
-    diagnose_placeholders,
     diagnose_renamed,
     diagnose_wrong_states,
     unchecked_weights,
@@ -268,7 +267,6 @@ def diagnose(
         renamed = list(diagnose_renamed(folder, _paths(findings, _OF_CONTENT)))
         findings += renamed
         findings += diagnose_meta_tensors(folder)
-        findings += diagnose_placeholders(folder)
         findings += diagnose_keys(folder)
         findings += diagnose_lora(folder)
         damaged = _paths(findings, _OF_CONTENT)

@@ -18,7 +18,7 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.checkpoint.model_configs import CONFIG, is_pretrained, library_of
+from ckptfix.checkpoint.model_configs import CONFIG, is_pretrained, library_of_names
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import LostPrefix, NestedPrefix, UndecidedPrefix, WrapperPrefix
@@ -99,7 +99,9 @@ def diagnose_names(
                 elif scope.kind == STATE_DICT and (chain or inner_wrappers(scope.names)):
                     is_pretrained = component.name.is_of_library and _is_export(evidence.folder)
                     of_diffusers = (
-                        is_pretrained and chain and library_of(evidence.folder.root / CONFIG) == "diffusers"
+                        is_pretrained
+                        and chain
+                        and library_of_names(evidence.folder.root / CONFIG) == "diffusers"
                     )
                     findings.append(
                         (LostPrefix if of_diffusers else WrapperPrefix)(

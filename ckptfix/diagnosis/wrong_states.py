@@ -14,6 +14,7 @@ from ckptfix.checkpoint.placeholders import files_with_placeholders, remedy_for_
 from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
     Content,
+    StateProblem,
     content_of,
     holds_no_tensor,
     is_weights_file,
@@ -77,11 +78,20 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             )
     problems = {path: problem for path, problem in judged.items() if problem is not None}
     problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
-    placeholders = {
-        component.path: problem
-        for component, _, problem in files_with_placeholders(folder)
-        if is_weights_file(component.name)
-    }
+    placeholders: dict[PurePosixPath, StateProblem] = {}
+    for component, key, problem in files_with_placeholders(folder):
+        if is_weights_file(component.name):
+            placeholders[component.path] = problem
+            continue
+        # In a file of a script, whose name no loader knows.
+        yield UnknownState(
+            path=component.path,
+            key=key,
+            holds=problem.holds,
+            expected=problem.expected.value,
+            effect="load_state_dict of a model fails",
+            remedy=remedy_for_placeholders(folder),
+        )
     problems |= placeholders
     if not problems:
         return
@@ -303,20 +313,6 @@ def _odd_keys(file: TorchFile) -> list[str]:
                 and (value is None or type(value) in (bool, int, float, Text))
             ]
     return []
-
-
-def diagnose_placeholders(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the weights in files of scripts that have placeholders of ZeRO-3. No loader knows their names."""
-    for component, key, problem in files_with_placeholders(folder):
-        if not is_weights_file(component.name):
-            yield UnknownState(
-                path=component.path,
-                key=key,
-                holds=problem.holds,
-                expected=problem.expected.value,
-                effect="load_state_dict of a model fails",
-                remedy=remedy_for_placeholders(folder),
-            )
 
 
 def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
