@@ -529,9 +529,11 @@ def _ensure_shapes(model: ModelStates, optimizers: Sequence[OptimizerStates]) ->
                 if numel is None:
                     return
                 held[name] = held.get(name, 0) + numel
-        names = undealt(list(shapes), len(optimizers)) if model.is_dealt else shapes
-        wanted = {name: prod(shapes[name]) for name in names if prod(shapes[name])}
-        if held and list(held.items()) != list(wanted.items()):
+        wanted = {name: prod(shape) for name, shape in shapes.items() if prod(shape)}
+        names = list(wanted)
+        # Former versions dealt nothing under ZeRO-1, whatever the configuration says.
+        orders = (names, undealt(names, len(optimizers)) if model.is_dealt else names)
+        if held and (held != wanted or list(held) not in orders):
             raise OperationError(
                 f"{model.path}: its param_shapes of group {number} are in another order than the parameters in the "
                 f"optimizer states, or of other sizes; {AGAIN}"

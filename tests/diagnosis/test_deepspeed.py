@@ -509,6 +509,15 @@ def test_partitions_that_the_configuration_keeps_in_bf16(scenario: str, tmp_path
     assert codes(root) == []
 
 
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_a_former_version_deals_no_parameters_under_zero_1(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(FIXTURES / "zero1-bf16" / "checkpoint", tmp_path / "saved"))
+    run_edit(
+        "states['ds_config']['zero_optimization']['round_robin_gradients'] = True", root, "*_model_states.pt"
+    )
+    assert codes(root) == []
+
+
 def run_edit(edit: str, root: Path, files: str) -> None:
     """Edit files of states where DeepSpeed, whose objects are in them, can be imported."""
     paths = map(str, root.glob(f"*/{files}"))
