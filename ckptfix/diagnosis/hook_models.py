@@ -257,7 +257,7 @@ def _unlike_neighbours(
             if (there.keys, there.dtypes) == (own, model.dtypes):
                 break
         expected = near[0][1].keys if near else own
-        if own == expected:
+        if near and own == expected:
             yield from rounded(
                 model.weights, model.dtypes, [(earlier, there.dtypes) for earlier, there in near]
             )
