@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ckptfix import check
 from ckptfix.checkpoint import architectures
 from ckptfix.diagnosis.loads.pretrained_models import _FEW, _REMOVED_BY_LOADS
-from tests.tiny_models import NAME, Tensors, load, reconfigure, tensors_of, tiny, tiny_config, write
+from tests.tiny_models import NAME, Tensors, load, reconfigure, small, tensors_of, tiny, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -352,7 +352,7 @@ def on_meta(name: str) -> Any:
     cls = getattr(transformers, name)
     with torch.device("meta"):
         try:
-            return cls(cls.config_class(**tiny_config(cls.config_class())))
+            return cls(cls.config_class.from_dict(small(cls.config_class().to_dict())))
         except Exception:
             return cls(cls.config_class())
 
